@@ -37,7 +37,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test pins attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
+.PHONY: demo test snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -64,6 +64,15 @@ test: develop
 # What this code gives beside what an older commit gave, bit for bit: numbers, JSON documents, exit codes, figures, pages.
 pins: develop
 	OMP_NUM_THREADS=1 $(PY) -m tests.pins $(if $(BEFORE),--before $(BEFORE))
+
+# Of 60 planted mistakes in the inner rooms, how many does a test catch? SUITE=commit takes another commit's tests.
+mutants: develop
+	$(PY) -m pip install -q "pytest-cov>=5"
+	$(PY) -m tests.mutants $(if $(SUITE),--suite $(SUITE))
+
+# Every command's screen and help at 80 columns, which the tests compare: remade after a screen was changed on purpose.
+snapshots: develop
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.screens
 
 # Over all policies on a Ray cluster of one node and of two, in a network namespace of its own.
 test-ray: develop
@@ -177,7 +186,8 @@ tables: longbench develop
 	$(BIN) ablation $(NEWS) --output runs/news/ablation --overwrite
 	$(BIN) ablation --methods all $(METHODS) --output runs/news/methods --overwrite
 	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
-	cp runs/news/horizon/horizon.png runs/news/methods/methods.png docs/figures/
+	cp runs/news/horizon/horizon.png docs/figures/
+	cp runs/news/methods/ablation-methods.png docs/figures/methods.png
 	$(PY) docs/scripts/tables.py $(foreach run,heads . window32 budgets ablation methods horizon,runs/news/$(run)/summary.json)
 	$(PY) docs/scripts/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
 	$(PY) docs/scripts/readings.py runs/news/trace.h5
@@ -202,24 +212,24 @@ scores: longbench develop
 	$(BIN) quality --dataset $(OFFLINE) --length 2000 --samples 20 $(EVICTED) --output runs/scores/ruler2000
 	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(POOLING) --output runs/scores/pooling
 	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(SAVING) --output runs/scores/saving
-	$(BIN) savings runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving --overwrite
+	$(BIN) budget --savings runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving --overwrite
 	$(BIN) budget runs/scores/saving/ruler-niah_single_1/trace.h5 --max-kl 0.1 --max-drop 15 --for-length 1000 --output runs/scores/budget --overwrite
-	for made in runs/scores/*/*/trace.h5; do $(BIN) link --trace $$made --output $$(dirname $$made)/link --overwrite; done
-	$(BIN) link $(addprefix --trace runs/scores/ruler/ruler-,$(addsuffix /trace.h5,$(TASKS))) --output runs/scores/link --overwrite
+	for made in runs/scores/*/*/trace.h5; do $(BIN) correlation $$made --output $$(dirname $$made)/link --overwrite; done
+	$(BIN) correlation $(addprefix runs/scores/ruler/ruler-,$(addsuffix /trace.h5,$(TASKS))) --output runs/scores/link --overwrite
 	cp runs/scores/ruler/quality.png docs/figures/quality.png
-	cp runs/scores/saving/savings-1.png docs/figures/savings.png
-	cp runs/scores/news/multi_news/link/link.png docs/figures/link.png
+	cp runs/scores/saving/budget-savings-1.png docs/figures/savings.png
+	cp runs/scores/news/multi_news/link/correlation.png docs/figures/link.png
 
 # docs/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
 questions: longbench develop
-	$(BIN) measures --budget 128 --budget 0.1 --output runs/questions/measures
-	$(BIN) alpha $(SIXTEEN) --output runs/questions/alpha
-	$(BIN) regret --samples 8 --length 1000 --budget 128 --output runs/questions/regret
-	$(BIN) split $(SIXTEEN) --output runs/questions/split
-	$(BIN) swap --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
+	$(BIN) question measures --budget 128 --budget 0.1 --output runs/questions/measures
+	$(BIN) question alpha $(SIXTEEN) --output runs/questions/alpha
+	$(BIN) question regret --samples 8 --length 1000 --budget 128 --output runs/questions/regret
+	$(BIN) question split $(SIXTEEN) --output runs/questions/split
+	$(BIN) question patching --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
 	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
 	$(BIN) heads $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines
-	$(BIN) cliff $(SIXTEEN) --output runs/questions/cliff
+	$(BIN) budget --cliff $(SIXTEEN) --output runs/questions/cliff
 
 # docs/paper.md: every claim of the paper, in steps of at most 20 minutes of one core, under two hours; killed, it goes on.
 paper: export OMP_NUM_THREADS := 1
@@ -228,10 +238,10 @@ paper: longbench develop
 
 # Two hours on two cores: docs/bytes.md.
 bytes: longbench develop
-	$(BIN) bytes --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
-	$(BIN) bytes --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
-	cp runs/bytes/needle/bytes.png docs/figures/bytes.png
-	cp runs/bytes/news/bytes.png docs/figures/bytes-news.png
+	$(BIN) budget --bytes --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
+	$(BIN) budget --bytes --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
+	cp runs/bytes/needle/budget-bytes.png docs/figures/bytes.png
+	cp runs/bytes/news/budget-bytes.png docs/figures/bytes-news.png
 
 # docs/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: export PYTHONPATH := $(abspath $(WEIGHTS))$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -259,15 +269,15 @@ $(WEIGHTS)/.installed: $(VENV)/.installed
 	touch $@
 
 bench: install
-	$(BIN) bench --output docs/bench/cpu.json --overwrite
-	$(BIN) bench scale --output docs/bench/scale.json --overwrite
-	$(BIN) bench report --output docs/bench/report.json --overwrite
+	$(BIN) doctor bench --output docs/bench/cpu.json --overwrite
+	$(BIN) doctor bench scale --output docs/bench/scale.json --overwrite
+	$(BIN) doctor bench report --output docs/bench/report.json --overwrite
 
 # Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing,
 # nor the embedded model: MODEL=folder brings another for the table of ties.
 gpu: $(if $(filter $(PY),$(GPU_PY)),install)
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PY) -c "from perturbkv.cli.main import main; main()" \
-		selfcheck $(if $(MODEL),--model $(MODEL)) --output docs/bench/gpu.json --overwrite
+		doctor selfcheck $(if $(MODEL),--model $(MODEL)) --output docs/bench/gpu.json --overwrite
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

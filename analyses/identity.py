@@ -62,7 +62,7 @@ class RunIdentity:
 
     def layer(self, place: int) -> int:
         """Which decoder layer stands at a place along an axis of measured layers."""
-        return layer_types.parsed(self.measured)[0][place] if self.measured else place
+        return layer_types.parse_measured(self.measured)[0][place] if self.measured else place
 
     def bytes_table(self) -> list[Table]:
         """What each configuration takes where some store few bits or more than entries: these alone compare nothing."""
@@ -77,11 +77,11 @@ class RunIdentity:
         """What held / full counts of configurations that evict nothing; empty where there are none."""
         read = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
         lined = dict.fromkeys(config.policy.name for config in self.configs if config.lined)
-        said = ((read, text.ABOUT_READ), (lined, text.ABOUT_LINED))
+        said = ((read, text.READ_NOTE), (lined, text.SPARSE_PREFILL_NOTE))
         return " ".join(f"{', '.join(names)}: {about}" for names, about in said if names)
 
     def lines(self) -> list[str]:
-        """The foot: the run, its configurations, and what those hold that evict nothing."""
+        """Return the foot: the run, its configurations, and what those hold that evict nothing."""
         words = [
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
@@ -110,12 +110,12 @@ class RunIdentity:
 
 
 def _joined(words: dict[str, str], of_side: bool) -> str:
-    """The words of policy and selection, or those of everything else."""
+    """Return the words of policy and selection, or those of everything else."""
     return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
-    """The identity of a trace, of which some configurations are shown at one decode step."""
+    """Return the identity of a trace, of which some configurations are shown at one decode step."""
     held = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
@@ -156,13 +156,13 @@ def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...
 
 
 def of_answers(answers: WrittenAnswers) -> RunIdentity:
-    """The identity of what `perturbkv generate` left, every configuration of it."""
+    """Return the identity of what `perturbkv generate` left, every configuration of it."""
     found = of_run(answers.run, answers.made_with, len(answers.rows), "answers", answers.digest)
     return replace(found, stored=_stored_by_answers(answers))
 
 
 def of_run(run: RunConfig, made: Mapping[str, Any], samples: int, source: str, digest: str = "") -> RunIdentity:
-    """The identity of what a run left that is no trace, every configuration of it; `made` is its provenance."""
+    """Return the identity of what a run left that is no trace, every configuration of it; `made` is its provenance."""
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,

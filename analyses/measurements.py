@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.verdicts import equal_whole
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
@@ -34,6 +36,57 @@ EVIDENCE = 0.5
 """Theorem 3 speaks only of heads whose σ exceeds this."""
 _UNBOUNDED = frozenset({"theta_hat", "theta_hat_relax"})
 """Infinite where stage 1 holds no attention at all: their slope 2 − 1/σ has no end."""
+
+
+class Measurements:
+    """A trace's complete samples at one decode step, or at all: checked once, then read as float64 arrays.
+
+    Samples whose text ends before the step are left out.
+
+    Attributes:
+        trace: with the complete samples that have the step.
+        analysis: the command, which refusals name.
+        step: the decode step, from 0; None: all of them.
+
+    Raises TraceError where no sample is complete, ConfigError where the trace, or every sample of it, lacks the step.
+    """
+
+    def __init__(self, trace: Trace, analysis: str, step: int | None = 0) -> None:
+        self.trace = at_step(trace, analysis, step or 0)
+        self.analysis, self.step = analysis, step
+        self._arrays: dict[str, Floats] = {}
+
+    def __getitem__(self, name: str) -> Floats:
+        """Return a variable over the complete samples: (sample, config?, layer?, head?), with steps where step is None.
+
+        Raises TraceError where the trace lacks it, or where a complete sample holds NaN or infinity at a step that it
+        measured (bounds of Theorems 3 and 4 may be infinite).
+        """
+        if name not in self._arrays:
+            self._arrays[name] = values(self.trace, name, self.analysis, self.step)
+        return self._arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.trace.arrays
+
+    @property
+    def samples(self) -> int:
+        """How many samples have the step."""
+        return int(self.trace.ok.sum())
+
+    def index(self, config: EvictionConfig) -> int:
+        """Return the configuration's index along the axis `config`. Raises TraceError where it is not there."""
+        return self.trace.config_index(config.label())
+
+    @cached_property
+    def cache_shares(self) -> Floats:
+        """(config,) entries of the evicted cache over those of the full one, mean over samples; NaN: unknown."""
+        return held_shares(self.trace, self.analysis)
+
+    @cached_property
+    def cache_shares_by_sample(self) -> Floats:
+        """(sample, config) of the same."""
+        return held_by_sample(self.trace, self.analysis)
 
 
 def at_step(trace: Trace, analysis: str, step: int) -> Trace:
@@ -55,14 +108,14 @@ def at_step(trace: Trace, analysis: str, step: int) -> Trace:
 
 
 def measured_steps(trace: Trace) -> NDArray[np.int64]:
-    """(sample,) how many decode steps each complete sample has; later ones lie past the end of its text."""
+    """Return (sample,) how many decode steps each complete sample has; later ones lie past the end of its text."""
     if "steps_measured" not in trace.arrays:
         return np.full(int(trace.ok.sum()), trace.run.steps)
     return np.asarray(trace.arrays["steps_measured"][trace.ok], dtype=np.int64)
 
 
 def _of(trace: Trace, held: NDArray[np.bool_]) -> Trace:
-    """The failed samples, and of the complete ones those that are `held`."""
+    """Return the failed samples, and of the complete ones those that are `held`."""
     stays = ~trace.ok
     stays[trace.ok] = held
     arrays = {
@@ -102,12 +155,12 @@ def _check_numbers(trace: Trace, name: str, held: Floats) -> None:
 
 
 def held_shares(trace: Trace, analysis: str) -> Floats:
-    """(config,) `held_by_sample`, mean over samples."""
+    """Return (config,) `held_by_sample`, mean over samples."""
     return np.asarray(held_by_sample(trace, analysis).mean(axis=0))
 
 
 def held_by_sample(trace: Trace, analysis: str) -> Floats:
-    """(sample, config) entries that the evicted cache holds over those of the full cache.
+    """Return (sample, config) entries that the evicted cache holds over those of the full cache.
 
     In entries of the model's own cache: a kept set per query head can hold more than the whole grouped cache (METHOD:
     the protocol, 5). A trace that does not say it tells it where one of its configurations keeps a set per key/value
@@ -124,7 +177,10 @@ def held_by_sample(trace: Trace, analysis: str) -> Floats:
 
 
 def prefill_seconds(trace: Trace) -> tuple[Floats, float]:
-    """(config,) seconds of prefills of their own, NaN where there is none, and of the full one; means over samples."""
+    """Return (config,) seconds of prefills of their own, NaN where there is none, and of the full one.
+
+    Means over samples.
+    """
     if "prefill_seconds" not in trace.arrays:
         return np.full(len(trace.run.configs), np.nan), np.nan
     own, full = (trace.arrays[name][trace.ok] for name in ("prefill_seconds", "prefill_seconds_full"))
@@ -132,7 +188,7 @@ def prefill_seconds(trace: Trace) -> tuple[Floats, float]:
 
 
 def byte_shares(trace: Trace, analysis: str) -> Floats:
-    """(config,) bytes of the evicted cache over those of the full one in 16 bits, mean over samples.
+    """Return (config,) bytes of the evicted cache over those of the full one in 16 bits, mean over samples.
 
     Raises TraceError where the trace does not tell.
     """
@@ -141,7 +197,7 @@ def byte_shares(trace: Trace, analysis: str) -> Floats:
 
 
 def sets_per_layer(trace: Trace, config: int) -> int:
-    """How many kept sets a layer of the configuration has: heads of a group share one place in the file.
+    """Return how many kept sets a layer of the configuration has: heads of a group share one place in the file.
 
     Raises TraceError where the trace does not hold the kept positions.
     """
@@ -168,7 +224,10 @@ CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
 
 
 def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
-    """(sample, config) of each measure, equal where all kept sets are. Raises TraceError as `measurements.values`."""
+    """Return (sample, config) of each measure, equal where all kept sets are.
+
+    Raises TraceError as `measurements.values`.
+    """
     heads = values(trace, "output_norm", analysis, 0).sum(axis=(1, 2))[:, None]
     total = {
         name: values(trace, name, analysis, 0).sum(axis=(2, 3)) / heads
@@ -193,7 +252,7 @@ def alike_first_steps(trace: Trace, found: dict[str, Floats]) -> dict[str, Float
 
 
 def _first_alike(trace: Trace) -> NDArray[np.int64]:
-    """(sample, config) the first configuration that keeps the same sets everywhere."""
+    """Return (sample, config) the first configuration that keeps the same sets everywhere."""
     count, samples = len(trace.run.configs), int(trace.ok.sum())
     first = np.tile(np.arange(count), (samples, 1))
     for later in range(count):
@@ -222,7 +281,7 @@ class Scores:
 
 
 def scores(trace: Trace, analysis: str) -> Scores:
-    """The scores of a trace; `analysis` is who asks.
+    """Return the scores of a trace; `analysis` is who asks.
 
     Raises TraceError where no answers were generated, or where no metric graded one of them.
     """
@@ -248,6 +307,12 @@ def only_alike(trace: Trace) -> NDArray[np.bool_]:
         return np.zeros(int(trace.ok.sum()), dtype=bool)
     tokens = np.asarray(trace.arrays["generated_full"][trace.ok], dtype=np.int64)
     return np.asarray((tokens >= 0).sum(axis=1) <= 1)
+
+
+def first_token_caveat(alike: int, samples: int) -> list[str]:
+    """Return in how many samples the answer cannot be lost; nothing where there are none."""
+    few = f"In {alike} of {counted(samples, 'sample')} the full cache's answer is one token or none, alike for all."
+    return [few] if alike else []
 
 
 def about_first_token(alike: int, samples: int) -> str:

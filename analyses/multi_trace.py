@@ -43,7 +43,7 @@ def _keys(trace: Trace, place: int) -> list[str]:
 
 
 def _origin(trace: Trace) -> object:
-    """The content of the file, whatever its name; else the data set and what it was made with."""
+    """Return the content of the file, whatever its name; else the data set and what it was made with."""
     options = trace.run.dataset_options
     if digest := options.get("file_sha256"):
         return digest
@@ -55,7 +55,7 @@ _SHARED = ("model", "revision", "scenario", "dtype", "cache")
 
 
 def as_traces(given: Any) -> tuple[Trace, ...]:
-    """A trace, or a series of them, as a tuple. Raises TraceError for anything else."""
+    """Return a trace, or a series of them, as a tuple. Raises TraceError for anything else."""
     series = isinstance(given, Iterable) and not isinstance(given, Trace | str)
     held = tuple(given) if series else (given,)
     for one in held:
@@ -81,7 +81,7 @@ def _check_answers(trace: Trace, analysis: str) -> None:
     if not {"score", "score_full"} <= trace.arrays.keys():
         msg = (
             f"{analysis} needs graded answers, {_named(trace)} holds none; make a trace that does: "
-            f"perturbkv {analysis} --model {trace.run.model} --dataset {trace.run.dataset}"
+            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
         )
         raise TraceError(msg)
 

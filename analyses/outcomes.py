@@ -1,27 +1,27 @@
-"""What configurations do against another, from the heads to the next token: lines of several tables, by setting.
-
-A result of several settings, each with a baseline of its own, and the rows of its data frame.
-"""
+"""Rows and settings that several analyses share: configurations against a baseline, from heads to the next token."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of, setting_object
 from perturbkv.analyses.layers import drift as layers
-from perturbkv.analyses.measurements import at_step, values
+from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import Scalar
-from perturbkv.analyses.text import at
+from perturbkv.analyses.text import interval_at
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
@@ -34,135 +34,179 @@ class Divergence:
     interval: Scalar
 
 
-@dataclass(frozen=True)
-class Outcome(ABC):
-    """One configuration against a baseline.
+@record
+class ComparisonRow(HeadComparison):
+    """A comparison of heads as one line of a table: both kinds of perturbation beside each other."""
 
-    Attributes:
-        compared: its heads against the baseline's.
-        drift_ratio: mean drift after the last layer over the baseline's; NaN where that does not drift.
-        drift_ratio_interval: over samples.
-        kl: of the next token.
-    """
+    @property
+    def isolated_ratio_interval(self) -> Scalar:
+        """The interval of the column `isolated_ratio`."""
+        return self.isolated.sum_ratio_interval
 
-    compared: HeadComparison
-    drift_ratio: float
-    drift_ratio_interval: Scalar
-    kl: Divergence
+    @property
+    def propagated_ratio_interval(self) -> Scalar:
+        """The interval of the column `propagated_ratio`."""
+        return self.propagated.sum_ratio_interval
+
+    @property
+    def median_ratio_interval(self) -> Scalar:
+        """The interval of the column `median_ratio`."""
+        return self.propagated.median_ratio_interval
+
+    @property
+    def better_share_interval(self) -> Scalar:
+        """The interval of the column `better_share`."""
+        return self.propagated.better_share_interval
+
+    @derived(json=False, heading="#isolated\nsum")
+    def isolated_ratio(self) -> float:
+        """Isolated perturbation over the baseline's, summed over heads and samples."""
+        return self.isolated.sum_ratio
+
+    @derived(json=False, heading="#propagated\nsum")
+    def propagated_ratio(self) -> float:
+        """Propagated perturbation over the baseline's, summed over heads and samples."""
+        return self.propagated.sum_ratio
+
+    @derived(json=False, heading="#propagated\nmedian head")
+    def median_ratio(self) -> float:
+        """The median head's propagated perturbation over the baseline's."""
+        return self.propagated.median_ratio
+
+    @derived(json=False, heading="#heads\nbetter", unit="share")
+    def better_share(self) -> float:
+        """Mean over samples of each sample's share of heads with less propagated perturbation."""
+        return self.propagated.better_share
+
+
+@record
+class Outcome(ComparisonRow):
+    """A configuration against a baseline: its heads, the drift after the last layer, and the next token."""
+
+    SECTION = "outcome"
+
+    drift_ratio: float = column(
+        "mean drift after the last layer over the baseline's; NaN where that does not drift",
+        heading="#last layer's\ndrift",
+    )
+    drift_ratio_interval: Scalar = interval()
+    kl_median: float = column(
+        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL of the next\ntoken, nat",
+        text=text.significant,
+    )  # fmt: skip
+    kl_median_interval: Scalar = interval()
 
     @classmethod
     def of(
         cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
     ) -> Self:
-        """What a treatment does against the baseline. Raises as `head_comparison.summarise` and `drift.summarise`."""
+        """Return the outcome of a treatment. Raises as `head_comparison.summarise` and `drift.summarise`."""
         drift = layers.summarise(trace, baseline, treatment, step=step)
+        kl = divergence(trace, analysis, treatment, step)
         return cls(
-            compared=head_comparison.summarise(trace, baseline, treatment, step),
+            **fields_of(head_comparison.summarise(trace, baseline, treatment, step)),
             drift_ratio=float(drift.ratio[-1]),
-            drift_ratio_interval=at(drift.ratio_interval, -1),
-            kl=divergence(trace, analysis, treatment, step),
+            drift_ratio_interval=interval_at(drift.ratio_interval, -1),
+            kl_median=kl.median,
+            kl_median_interval=kl.interval,
             **more,
         )
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What its line is called."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        return {
-            **self.compared.to_dict(),
-            "name": self.name,
-            "drift_ratio": self.drift_ratio,
-            "drift_ratio_interval": self.drift_ratio_interval,
-            "kl_median": self.kl.median,
-            "kl_median_interval": self.kl.interval,
-        }
+def fields_of(comparison: HeadComparison) -> dict[str, Any]:
+    """Return a comparison's fields by name, from which a row that extends it is made."""
+    return {field.name: getattr(comparison, field.name) for field in dataclasses.fields(comparison)}
 
 
-Line = TypeVar("Line", bound=Outcome)
-
-
-@dataclass(frozen=True)
-class Outcomes(Generic[Line]):
-    """One setting: what its configurations do against a baseline.
+@record
+class BaselineSetting(Record):
+    """Configurations that share all choices but those that are compared, each against one baseline.
 
     Attributes:
-        baseline: what every row is held against.
-        kl: the baseline's.
-        rows: the others, in the order in which they are shown.
-        identity: of the run.
+        identity: of the run, with these configurations.
     """
 
-    baseline: EvictionConfig
-    kl: Divergence
-    rows: tuple[Line, ...]
+    baseline: EvictionConfig = column("what every row is compared with")
+    rows: tuple[ComparisonRow, ...] = column("one per configuration that is compared")
     identity: RunIdentity
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "setting": setting_object(self.identity.configs),
-                "baseline": self.baseline,
-                "kl_median": self.kl.median,
-                "kl_median_interval": self.kl.interval,
-                "rows": [row.to_dict() for row in self.rows],
-            }
-        )
-        return found
+    @derived(key="setting")
+    def choices(self) -> dict[str, Any]:
+        """Choices that all rows share; others and the label are absent."""
+        return setting_object(self.identity.configs)
+
+    @derived(json=False, heading="#cache\nshare")
+    def cache_share(self) -> float:
+        """Entries that the baseline's cache holds over those of the full cache."""
+        return self.rows[0].held[0]
+
+    @property
+    def setting(self) -> str:
+        """The choices that all rows share, as a label writes them."""
+        raise NotImplementedError
+
+    def lines(self) -> Sequence[Line]:
+        """Return the lines of the setting in the result's table."""
+        raise NotImplementedError
+
+
+@record
+class OutcomeSetting(BaselineSetting):
+    """A setting whose rows are outcomes."""
+
+    rows: tuple[Outcome, ...] = column("one per configuration that is compared")
+    kl_median: float = column(
+        "the baseline's KL(full ‖ evicted) of the next token, median over samples", unit="nat",
+        heading="#KL of the next\ntoken, nat", text=text.significant,
+    )  # fmt: skip
+    kl_median_interval: Scalar = interval()
 
 
 def divergence(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> Divergence:
-    """KL of one configuration. Raises TraceError, ConfigError."""
-    held = at_step(trace, analysis, step)
-    found = values(held, "logit_kl", analysis, step)[:, [held.config_index(config.label())]]
-    return Divergence(float(np.median(found)), at(intervals.of_medians(found), 0))
+    """Return the KL of one configuration. Raises TraceError and ConfigError as `Measurements`."""
+    measured = Measurements(trace, analysis, step)
+    kl = measured["logit_kl"][:, [measured.index(config)]]
+    return Divergence(float(np.median(kl)), interval_at(intervals.of_medians(kl), 0))
 
 
-class _Setting(Protocol):
-    """What every setting has."""
-
-    @property
-    def identity(self) -> RunIdentity: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-OneSetting = TypeVar("OneSetting", bound=_Setting)
-
-
-@dataclass(frozen=True, repr=False)
-class OfSettings(Result, Generic[OneSetting]):
-    """A result of at least one setting.
+@record
+class SettingsResult(Result):
+    """A result of at least one setting, each with its lines beneath its name in one table.
 
     Attributes:
         settings: one by one.
-        step: decode step looked at.
+        step: decode step, from 0.
         identity: of the run, with the configurations of all settings.
+        IGNORED: choices that do not tell settings apart.
     """
 
-    settings: tuple[OneSetting, ...]
+    IGNORED: ClassVar[tuple[str, ...]] = ()
+
+    settings: tuple[Any, ...] = column("one by one")
     step: int
     identity: RunIdentity
 
     @classmethod
-    def of(cls, trace: Trace, settings: tuple[OneSetting, ...], step: int, **more: Any) -> Self:
-        """The result of a trace's settings, and `more` fields."""
-        configs = dict.fromkeys(config for one in settings for config in one.identity.configs)
-        return cls(settings, step, identity(trace, list(configs), step), **more)
+    def of(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
+        """Return the result of a trace's settings, with `more` fields."""
+        configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
+        return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        return {"settings": [setting.to_dict() for setting in self.settings]}
+    def setting_names(self) -> list[str]:
+        """Return what tells each setting from the others; empty where there is but one."""
+        return short_names([setting.baseline for setting in self.settings], *self.IGNORED)
+
+    def lines(self) -> Sequence[Line]:
+        """Return the lines of each setting, beneath its name where there are several."""
+        if len(self.settings) == 1:
+            return list(self.settings[0].lines())
+        named = zip(self.setting_names(), self.settings, strict=True)
+        return [line for name, setting in named for line in (Line(name or setting.setting, ()), *setting.lines())]
 
 
-def by_head(compared: HeadComparison, **told: Any) -> list[dict[str, Any]]:
-    """A row per kind of perturbation, layer and head: both configurations, what is `told`, and the numbers."""
-    sides = {**columns_of(compared.treatment), "baseline": compared.baseline.label()}
-    return [
-        {**sides, **told, "kind": kind, **one}
-        for kind in ("isolated", "propagated")
-        for one in getattr(compared, kind).records(compared.identity.layer)
-    ]
+def by_head(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
+    """Return a row per kind of perturbation, layer and head: both configurations, the labels, and the numbers."""
+    sides = {**columns_of(comparison.treatment), "baseline": comparison.baseline.label()}
+    layers = [comparison.identity.layer(index) for index in range(len(comparison.flagged))]
+    kinds = (comparison.isolated, comparison.propagated)
+    return [row for kind in kinds for row in kind.records(layers, **sides, **labels, kind=kind.name)]

@@ -46,7 +46,7 @@ Sides = str | Iterable[str]
 
 
 def checked(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
-    """The treatments, one or several, as a tuple.
+    """Return the treatments, one or several, as a tuple.
 
     Raises TraceError where `trace` is none, ConfigError for sides that are no names, for no treatment, and for one
     that is there twice.
@@ -65,7 +65,7 @@ def checked(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
 
 
 def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
-    """A pair as the columns of a table: both labels, what their sides are, and the budget that they share."""
+    """Return a pair as the columns of a table: both labels, what their sides are, and the budget that they share."""
     both = (("baseline", baseline), ("treatment", treatment))
     return {
         **{name: config.label() for name, config in both},
@@ -76,7 +76,7 @@ def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[st
 
 
 def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
-    """Every two configurations, baseline and treatment, that differ in selection (and policy) alone.
+    """Return every two configurations, baseline and treatment, that differ in selection (and policy) alone.
 
     A side is a selection (`two-stage`, `two-stage(alpha=0.5)`), a policy and a selection (`snapkv:two-stage`), or a
     policy. Two selections are
@@ -125,12 +125,12 @@ def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
 
 
 def _of_any_policy(side: str) -> bool:
-    """Whether a side is a selection alone."""
+    """Return whether a side is a selection alone."""
     return len(halves(side)) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
-    """The same pairs, those together that differ in budget alone, smallest first. Raises as `pairs`."""
+    """Return the same pairs, those together that differ in budget alone, smallest first. Raises as `pairs`."""
     found: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
     for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(pair[0])):
         found.setdefault(tuple(map(_at_any_budget, pair)), []).append(pair)
@@ -138,14 +138,14 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
 
 
 def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """The series of every treatment, one after the other. Raises as `checked` and `pairs`."""
+    """Return the series of every treatment, one after the other. Raises as `checked` and `pairs`."""
     return [
         found for treatment in checked(trace, baseline, treatments) for found in series(trace.run, baseline, treatment)
     ]
 
 
 def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
-    """Both sides of each pair."""
+    """Return both sides of each pair."""
     return [config for pair in pairs for config in pair]
 
 
@@ -154,7 +154,7 @@ def _held(run: RunConfig) -> str:
 
 
 def matches(config: EvictionConfig, side: str) -> bool:
-    """Whether a configuration is of a side: its names, and every option that the side gives."""
+    """Return whether a configuration is of a side: its names, and every option that the side gives."""
     told = [parse(part) for part in halves(side)]
     if len(told) == 1:
         return _fits(told[0], config.selection) or _fits(told[0], config.policy)
@@ -162,12 +162,15 @@ def matches(config: EvictionConfig, side: str) -> bool:
 
 
 def _fits(told: Choice, held: Choice) -> bool:
-    """Whether a choice is the one that is told; the score that a policy ranks by may stand without a name."""
+    """Return whether a choice is the one that is told; the score that a policy ranks by may stand without a name."""
     return told.name == held.name and all(_has(held, name, value) for name, value in told.options.items())
 
 
 def _has(held: Choice, name: str, value: Any) -> bool:
-    """Whether a choice has an option of this value: one of the name; without a name `by`, or any where it has no by."""
+    """Return whether a choice has an option of this value: one of the name.
+
+    Without a name `by`, or any where it has no by.
+    """
     if name == FIRST and "by" not in held.options:
         return any(_means(value, one) for one in held.options.values())
     name = name or "by"
@@ -175,7 +178,7 @@ def _has(held: Choice, name: str, value: Any) -> bool:
 
 
 def _means(told: Any, held: Any) -> bool:
-    """Whether an option is what is told of it."""
+    """Return whether an option is what is told of it."""
     if isinstance(held, Choice):
         return isinstance(told, str | Choice) and _fits(as_choice(told), held)
     if isinstance(held, AlphaTable):
@@ -184,7 +187,7 @@ def _means(told: Any, held: Any) -> bool:
 
 
 def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bool:
-    """Whether all but the selection and what is `named` is alike: what both have, as an idle option is none.
+    """Return whether all but the selection and what is `named` is alike: what both have, as an idle option is none.
 
     Different systems have different options and look back differently: that is part of what they are.
     """
@@ -195,7 +198,7 @@ def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bo
 
 
 def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
-    """Whether two choices have the same values of the options that both have, or of the named ones."""
+    """Return whether two choices have the same values of the options that both have, or of the named ones."""
     both = first.options.keys() & second.options.keys() if names is None else names
     return all(first.options.get(name) == second.options.get(name) for name in both)
 
@@ -236,7 +239,7 @@ def settings(run: RunConfig, *free: str) -> list[list[int]]:
 
 
 def _parted(group: tuple[int, ...], flat: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
-    """A group for each value of a choice, together with those that lack it."""
+    """Return a group for each value of a choice, together with those that lack it."""
     values = dict.fromkeys(flat[place][name] for place in group if name in flat[place])
     parts = [tuple(place for place in group if flat[place].get(name, value) == value) for value in values]
     return parts or [group]
@@ -254,17 +257,22 @@ def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
 
 
 def _at_any_budget(config: EvictionConfig) -> EvictionConfig:
-    """One configuration for all that differ in budget alone."""
+    """Return one configuration for all that differ in budget alone."""
     return dataclasses.replace(config, budget=Budget(1.0))
 
 
 SIDE = ("policy", "selection")
 """The choices that the sides of a comparison differ in."""
+OWNERS = (*SIDE, "granularity", "precision", "correction")
+"""The choices that have options."""
+_PLAIN = ("budget", "window", "protect_first", "protect_recent")
+_UNSAID = ("full", "none")
+"""Precision and correction that a label leaves out."""
 _PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
 
 
 def counted(number: int, word: str, many: str = "") -> str:
-    """'1 sample', '8 samples', or with `many` '8 batches'."""
+    """Return '1 sample', '8 samples', or with `many` '8 batches'."""
     return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
 
@@ -274,7 +282,7 @@ def setting_name(config: EvictionConfig, *more: str) -> str:
 
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
-    """The choices that all configurations share, those of `without` left out."""
+    """Return the choices that all configurations share, those of `without` left out."""
     shared = _shared(configs) - set(without)
     said = {choice: word for one in configs for choice, word in one.words().items() if choice in shared}
     return " ".join(said.values())
@@ -287,8 +295,30 @@ def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, st
 
 
 def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
-    """The same as one name each; empty where there is but one configuration."""
-    return [" ".join(told.values()) for told in apart(configs, *without)]
+    """Return each label without what all configurations share: 'adakv(floor=0.1):two-stage b=64'.
+
+    Empty where there is but one configuration. Choices of `without` are left out too.
+    """
+    words = apart(configs, *without)
+    written = [{name: _with_options(getattr(config, name), own) for name in OWNERS}
+               for config, own in zip(configs, words, strict=True)]  # fmt: skip
+    telling = {name for name in OWNERS if name not in without and any("(" in texts[name] for texts in written)}
+    return [_short_label(own, texts, telling) for own, texts in zip(words, written, strict=True)]
+
+
+def _short_label(words: Mapping[str, str], written: Mapping[str, str], telling: Collection[str]) -> str:
+    """Return the parts of a label that the words name, in the label's order and notation.
+
+    Args:
+        words: choice -> its word, of the choices that tell configurations apart.
+        written: each choice that has options, as it is written with those that tell.
+        telling: those of them that have such options in any of the configurations.
+    """
+    named = {name: text for name, text in written.items() if name in words or name in telling or "(" in text}
+    sides = ":".join(named.pop(name) for name in SIDE if name in named)
+    named = {name: text for name, text in named.items() if text not in _UNSAID}
+    rest = [word for name, word in words.items() if name in _PLAIN]
+    return " ".join([*([sides] if sides else []), *rest, *named.values()])
 
 
 def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
@@ -307,14 +337,44 @@ def choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[s
 
 
 def side_names(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
-    """The two sides of a comparison by what of policy and selection they differ in."""
+    """Return the names of the two sides of a comparison: the policy and selection that they differ in, else all."""
     differing = [pair for pair in zip(*choices(baseline, treatment), strict=True) if len(set(pair)) > 1]
-    first, second = (" ".join(pair[place] for pair in differing) for place in (0, 1))
+    if not differing:
+        first, second = short_names((baseline, treatment))
+        return first, second
+    first, second = (":".join(pair[index] for pair in differing) for index in (0, 1))
     return first, second
 
 
+def pair_names(pairs: Sequence[Pair]) -> list[str]:
+    """Return what tells each pair from the others: its treatment's short name, of a single pair its treatment's side.
+
+    Its baseline's name follows where pairs share a treatment: 'adakv:two-stage b=64 vs snapkv'.
+    """
+    treatments = [
+        name or side_names(*pair)[1] for name, pair in zip(short_names([one for _, one in pairs]), pairs, strict=True)
+    ]
+    baselines = short_names([one for one, _ in pairs], "budget")
+    return [
+        f"{treatment} vs {baseline}" if treatments.count(treatment) > 1 and baseline else treatment
+        for treatment, baseline in zip(treatments, baselines, strict=True)
+    ]
+
+
+def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
+    """Return 'two-stage against attention: snapkv b=64': the sides, and what all configurations share.
+
+    Choices of `without` are left out.
+    """
+    baselines, treatments = (
+        " and ".join(dict.fromkeys(names)) for names in zip(*(side_names(*pair) for pair in pairs), strict=True)
+    )
+    shared = common(configs_of(pairs), *without)
+    return f"{treatments} against {baselines}" + (f": {shared}" if shared else "")
+
+
 def _with_options(choice: Choice, told: Mapping[str, str]) -> str:
-    """A choice as it is written, with no other options than those that are told."""
+    """Return a choice as it is written, with no other options than those that are told."""
     wanted = {*told, "kernel"} if "pool" in told else {*told}  # one word says both
     return str(choice.without(name for name in choice.options if name not in wanted))
 
@@ -338,13 +398,16 @@ def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
 
 
 def folded(name: str, width: int = 16) -> str:
-    """A long name on several lines, broken between its words; a longer word behind its brackets, colons and commas."""
+    """Return a long name on several lines, broken between its words.
+
+    A longer word behind its brackets, colons and commas.
+    """
     lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(part for line in lines for part in _broken(line, width))
 
 
 def _broken(line: str, width: int) -> list[str]:
-    """A line that is too long, which is one word, in parts that fit as far as its signs let them."""
+    """Return a line that is too long, which is one word, in parts that fit as far as its signs let them."""
     parts = [""]
     for piece in _PIECES.findall(line) if len(line) > width else [line]:
         if parts[-1] and len(parts[-1]) + len(piece) > width:

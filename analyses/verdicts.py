@@ -43,7 +43,7 @@ DISTANCES = {
 
 
 def distance_of(name: str) -> Distance:
-    """The distance of this name. Raises UnknownNameError for an unknown one."""
+    """Return the distance of this name. Raises UnknownNameError for an unknown one."""
     if name not in DISTANCES:
         raise UnknownNameError(name, "distance", DISTANCES)
     return DISTANCES[name]
@@ -59,7 +59,7 @@ def verdicts(
     floor: NDArray[np.float64],
     distance: str = "l1",
 ) -> NDArray[np.int8]:
-    """1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape.
+    """Return 1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape.
 
     1 − cos grows with the square of the angle, in which noise adds: as its `distance` the roots are compared, or a
     floor of an angle δ would be held against differences of 2 φ δ.
@@ -75,7 +75,7 @@ Same = NDArray[np.bool_]
 
 
 def equal_isolated(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
+    """Return (sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
 
     Only where both configurations store them alike, in as many bits, and correct alike for what went; and not of pages
     that each step and each run reads anew, of which a trace holds those of the full run's first step, nor of lines, of
@@ -92,17 +92,17 @@ def equal_propagated(trace: Trace, first: int, second: int) -> Same:
 
 
 def equal_layers(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
+    """Return (sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
     return _layers(_alike(trace, first, second))
 
 
 def equal_whole(trace: Trace, first: int, second: int) -> Same:
-    """(sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
+    """Return (sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
     return np.asarray(equal_layers(trace, first, second)[:, -1])
 
 
 def _alike(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
+    """Return (sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
     same, (one, other) = equal_isolated(trace, first, second), (trace.run.configs[place] for place in (first, second))
     moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
     return same if _positions(one) == _positions(other) else np.asarray(same & ~moved[:, None, None])

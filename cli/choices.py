@@ -18,7 +18,7 @@ _Value = TypeVar("_Value")
 
 
 def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
-    """Finite numbers that were given one by one or with commas. Raises ConfigError for anything else."""
+    """Return finite numbers that were given one by one or with commas. Raises ConfigError for anything else."""
     pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
     try:
         if texts and not pieces:
@@ -29,11 +29,11 @@ def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
         raise ConfigError(msg) from None
     for number in found:
         check_number(option, number)
-    return tuple(apart(option, found))
+    return tuple(check_distinct(option, found))
 
 
-def apart(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
-    """The values. Raises ConfigError where one is there twice."""
+def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
+    """Return the values. Raises ConfigError where one is there twice."""
     seen = set()
     for value in values:
         if value in seen:
@@ -45,37 +45,37 @@ def apart(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 
 def parse_compare(text: str) -> list[str]:
-    """`attention,two-stage` -> its names, the baseline first. Raises ConfigError for fewer than two, or one twice."""
+    """Return the names of `attention,two-stage`, the baseline first. Raises ConfigError for fewer than two."""
     names = [name.strip() for name in split(text, ",") if name.strip()]
     if len(names) < 2:
         msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
         raise ConfigError(msg)
-    return list(apart("--compare", names))
+    return list(check_distinct("--compare", names))
 
 
 def parse_names(option: str, texts: Sequence[str] | None) -> list[str] | None:
-    """Names that were given one by one or with commas, None where none was. Raises ConfigError for one twice."""
+    """Return names given one by one or with commas, None where none was. Raises ConfigError for one twice."""
     if texts is None:
         return None
-    return list(apart(option, [name.strip() for text in texts for name in split(text, ",") if name.strip()]))
+    return list(check_distinct(option, [name.strip() for text in texts for name in split(text, ",") if name.strip()]))
 
 
 def parse_methods(text: str) -> list[str]:
-    """`adakv:two-stage,snapkv` -> its names. Raises ConfigError for none, or one twice."""
+    """Return the names of `adakv:two-stage,snapkv`. Raises ConfigError for none, or one twice."""
     names = [name.strip() for name in split(text, ",") if name.strip()]
     if not names:
         msg = f"--compare takes methods such as {METHODS.partition(',')[0]}, got none"
         raise ConfigError(msg)
-    return list(apart("--compare", names))
+    return list(check_distinct("--compare", names))
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
-    """The value. Raises UnknownNameError where it is none of the known ones."""
+    """Return the value. Raises UnknownNameError where it is none of the known ones."""
     if value not in known:
         raise UnknownNameError(value, option, known)
     return value
 
 
-def named(analysis: str, distance: str) -> str:
-    """An analysis' key in summary.json and the beginning of its files' names: each distance has its own."""
+def name_with_distance(analysis: str, distance: str) -> str:
+    """Return an analysis' key in summary.json and the beginning of its files' names: each distance has its own."""
     return analysis if distance == "l1" else f"{analysis}-{distance}"

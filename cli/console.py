@@ -1,4 +1,4 @@
-"""What every command prints with: tables and JSON on stdout, notes and progress on stderr."""
+"""The screen of every command: tables and JSON on stdout, notes and progress on stderr."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 
 from perturbkv.display import Part, Table, show
 from perturbkv.escaping import in_json, line, plain
-from perturbkv.pipeline.progress import Bar, bar
 
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
+    from perturbkv.pipeline.progress import Bar
 
 SCHEMA = 1
 """Of every JSON document of ours, as docs/json.md describes it; it rises when a key changes its meaning or goes."""
@@ -35,7 +35,7 @@ class Screen(Console):
 
 
 def screen(**more: Any) -> Screen:
-    """A console of at least 20 columns, whatever COLUMNS says; of 80 where it says nothing that can be drawn."""
+    """Return a console of at least 20 columns, whatever COLUMNS says; of 80 where it says nothing that can be drawn."""
     told = Screen(**more)
     if told.width < _NARROWEST:
         return Screen(width=_USUAL if told.width < 1 else _NARROWEST, **more)
@@ -51,28 +51,35 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     show(out, Table(title, columns, list(rows)))
 
 
-def part(found: Part) -> None:
+def part(shown: Part) -> None:
     """Print a table, a passage or a line of a result."""
-    show(out, found)
+    show(out, shown)
 
 
 def say(text: str, bold: bool = False) -> None:
-    """A line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
+    """Print a line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
     out.print(plain(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None)
 
 
-def result(found: Result, title: str) -> None:
-    """Print what to conclude, then whose result it is, its tables and what they mean."""
-    say(found.conclusion())
+def result(results: Sequence[Result], title: str, about: str = "", explain: bool = False) -> None:
+    """Print results of one command: conclusions, the run, tables, notes once; and what `explain` gives where asked."""
+    from perturbkv.analyses.result import once
+
+    for one in results:
+        say(one.conclusion())
     say("")
     say(title, bold=True)
-    for one in [*found.tables(), *found.stored()]:
-        part(one)
-    say(found.notes())
+    if about:
+        say(about)
+    for shown in [shown for one in results for shown in one.tables()]:
+        part(shown)
+    say(once(results))
+    for shown in [shown for one in results for shown in one.explain()] if explain else []:
+        part(shown)
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
-    """Indented JSON that says which schema it follows, lists of numbers on one line each."""
+    """Return indented JSON that says which schema it follows, lists of numbers on one line each."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
         _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), in_json(text))
@@ -81,7 +88,7 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """One JSON document on stdout, never wrapped or coloured; ASCII where stdout takes no more."""
+    """Print one JSON document on stdout, never wrapped or coloured; ASCII where stdout takes no more."""
     text = as_json(document)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -91,12 +98,12 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     err.print(line(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class _Notes(logging.Handler):
-    """What the library has to say, as notes."""
+    """A handler that prints what the library logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
@@ -112,5 +119,7 @@ def show_log() -> None:
 def progress(
     what: str, total: int | None = None, done: int = 0, beside: Callable[[], str] = str
 ) -> AbstractContextManager[Bar]:
-    """A bar with the time left on stderr, and what `beside` says; nothing where stderr is no terminal."""
+    """Return a bar with the time left on stderr, and what `beside` says; nothing where stderr is no terminal."""
+    from perturbkv.pipeline.progress import bar
+
     return bar(what, total, done, console=err, beside=beside)

@@ -1,7 +1,4 @@
-"""Which model and which prompts: the options that every command has that runs a model.
-
-What a shell offers for the names that an option takes.
-"""
+"""Model and prompts: the options of every command that runs a model, and the names that a shell completes."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from perturbkv.cli.choices import numbers
 from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import ALIASES, DEFAULT
-from perturbkv.selection.policies import registry as _policies
 
 
 def _offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -32,14 +28,20 @@ def _datasets() -> list[str]:
     return [info.name for info in known()]
 
 
+def _policies() -> Iterable[str]:
+    from perturbkv.selection.policies import registry
+
+    return registry.names()
+
+
 complete_models = _offering(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
 complete_datasets = _offering(_datasets)
-complete_policies = _offering(_policies.names)
+complete_policies = _offering(_policies)
 complete_presets = _offering(lambda: PRESETS)
 
 
 DATA = "Model and data"
-"""Where the help lists them."""
+"""Their group in the help."""
 
 
 def _data(*names: str, **more: Any) -> Any:
@@ -48,7 +50,7 @@ def _data(*names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Model and data as the user asked for them.
+    """Model and data as typed.
 
     `typed` names the options, of all that the command has, that stand on the command line.
     """
@@ -64,7 +66,8 @@ class DataOptions:
         ),
     ] = DEFAULT
     revision: Annotated[
-        str | None, _data(metavar="NAME", help="Branch, tag or commit of a hub's model", show_default="the newest")
+        str | None,
+        _data(metavar="NAME", help="Branch, tag or commit of a hub's model", show_default="the newest", hidden=True),
     ] = None
     dataset: Annotated[
         str,
@@ -72,14 +75,14 @@ class DataOptions:
             "--dataset",
             "-d",
             metavar="NAME",
-            help="Of perturbkv datasets, or a .jsonl file",
+            help="Of `list datasets`, or a .jsonl file",
             autocompletion=complete_datasets,
         ),
     ] = "needle"
     samples: Annotated[int | None, _data(metavar="N", help="How many; all where there are fewer", show_default="8")] = (
         None
     )
-    seed: Annotated[int, _data(metavar="N", help="Of data, random weights and random selections")] = 0
+    seed: Annotated[int, _data(metavar="N", help="Seed of data, random weights and random selections")] = 0
     data_dir: Annotated[
         Path | None,
         _data(metavar="PATH", help="LongBench's or RULER's files; PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
@@ -90,14 +93,15 @@ class DataOptions:
     ] = None
     depth: Annotated[
         list[str] | None,
-        _data("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas"),
-    ] = None
-    haystack: Annotated[str, _data(metavar="NAME", help="needle: prose or noise")] = "prose"
+        _data("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas",
+              hidden=True),
+    ] = None  # fmt: skip
+    haystack: Annotated[str, _data(metavar="NAME", help="needle: prose or noise", hidden=True)] = "prose"
     max_tokens: Annotated[int | None, _data(metavar="N", help="Cut longer prompts in the middle")] = None
     chat_template: Annotated[
         bool | None,
         _data("--chat-template/--no-chat-template", help="Use the model's template",
-              show_default="yes; few-shot and code: no"),
+              show_default="yes; few-shot and code: no", hidden=True),
     ] = None  # fmt: skip
     typed: frozenset[str] = frozenset()
 
@@ -108,12 +112,12 @@ class DataOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of prompts that are made; empty if none was given. Raises ConfigError for anything but numbers."""
-        found = numbers("--length", self.length)
-        if any(number != int(number) for number in found):
+        """Tokens of the prompts that are made; empty if not given. Raises ConfigError for anything but numbers."""
+        lengths = numbers("--length", self.length)
+        if any(number != int(number) for number in lengths):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
             raise ConfigError(msg)
-        return tuple(map(int, found))
+        return tuple(map(int, lengths))
 
     @property
     def depths(self) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from perturbkv.analyses.json_values import config_object
 from perturbkv.analyses.pairing import counted
 from perturbkv.cli import console
 from perturbkv.cli.planned_run import share
+from perturbkv.cli.run_time import duration, estimate_seconds
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.escaping import line
@@ -56,6 +57,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
         ("decoded", _decoded(document)),
+        ("time", f"{duration(estimate_seconds(planned))} in one process, by a quick estimate"),
         *_taken(document),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)

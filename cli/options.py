@@ -1,7 +1,4 @@
-"""The options that every command making a trace shares, and those of every analysis.
-
-How the figures of an analysis come out: the options of every command that draws.
-"""
+"""Options that commands share: measuring a trace, analysing it, drawing figures."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from perturbkv.cli import data_options
-from perturbkv.cli.choices import apart, check_choice
+from perturbkv.cli.choices import check_choice, check_distinct
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
-from perturbkv.configs.resources import EngineConfig, Resources, check_alone, parse_size
+from perturbkv.configs.resources import Resources, Workers, check_engine_values, parse_size
 from perturbkv.configs.run import BY, CACHES, SCENARIOS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
@@ -29,12 +26,15 @@ from perturbkv.selection.grid import FIELDS, every, names_policy
 FORMATS = ("png", "svg", "pdf")
 COLUMNS = (1, 2)
 LOOK = "Analysis and figures"
-"""Where the help lists them."""
+"""The group of these options in the help."""
 
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """Files and width of the figures."""
+    """Files and width of the figures.
+
+    `asked` holds the analysis' own options, as summary.json keeps them.
+    """
 
     figure_format: Annotated[
         list[str] | None,
@@ -43,6 +43,10 @@ class FigureOptions:
     columns: Annotated[
         int, Option(metavar="N", help="Figures' width: 1 (84 mm) or 2 (174 mm) columns", rich_help_panel=LOOK)
     ] = 2
+    explain: Annotated[
+        bool, Option("--explain", help="Also say what columns mean, and show further tables", rich_help_panel=LOOK)
+    ] = False
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for suffix in self.formats:
@@ -52,8 +56,18 @@ class FigureOptions:
             raise ConfigError(msg)
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The finished traces that were named."""
+        return ()
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The analysis' own options, as summary.json keeps them."""
+        return dict(self.asked)
+
+    @property
     def formats(self) -> list[str]:
-        """Which files each figure becomes."""
+        """The format of each file that a figure becomes."""
         return self.figure_format or ["png", "svg"]
 
     @property
@@ -66,10 +80,12 @@ class FigureOptions:
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
-HIDDEN = (
-    "correction", "chunk_mib", "norm_kernel", "shard_by", "ray_address", "cpus_per_worker", "timeout_per_sample",
+RARE = (
+    "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
+    "cache", "device_map", "save", "text", "kept", "max_memory", "chunk_mib", "norm_kernel", "wait", "shard",
+    "shard_by", "engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample",
 )  # fmt: skip
-"""Options that the help of `perturbkv trace` tells of, and no other's but one that is about them."""
+"""Options that every measuring command takes, and that only the help of `perturbkv trace` shows."""
 _MOST_MIB = 2**20
 _EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
@@ -87,7 +103,7 @@ MetricOption = Annotated[
 ]
 CompareOption = Annotated[
     str,
-    Option(metavar="NAMES", help="Baseline and treatments, separated by commas: selections, or policy:selection"),
+    Option(metavar="NAMES", help="Baseline, then treatments: NAME or policy:NAME"),
 ]
 
 
@@ -99,24 +115,20 @@ def _run(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_RUN, **more)
 
 
-def _many(*names: str, **more: Any) -> Any:
-    return Option(*names, rich_help_panel=_MANY, **more)
-
-
-def _hidden(panel: str, **more: Any) -> Any:
-    """An option that few commands' help shows."""
-    return Option(rich_help_panel=panel, hidden=True, **more)
+def _rare(panel: str, *names: str, **more: Any) -> Any:
+    """Return an option of `RARE`."""
+    return Option(*names, rich_help_panel=panel, hidden=True, **more)
 
 
 @dataclass(frozen=True)
 class RunOptions(DataOptions):
-    """What the user asked for, as typed; `configs` turns it into eviction configurations."""
+    """A run as typed; `configs` turns it into eviction configurations."""
 
     policy: Annotated[
         list[str] | None,
         _evict(
             metavar="NAME",
-            help="Of perturbkv policies: adakv(floor=0.1)",
+            help="Of `list policies`: adakv(floor=0.1)",
             show_default="snapkv",
             autocompletion=data_options.complete_policies,
         ),
@@ -148,71 +160,80 @@ class RunOptions(DataOptions):
     ] = None
     correction: Annotated[
         list[str] | None,
-        _hidden(_EVICT, metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
+        _rare(_EVICT, metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
     ] = None
     protect_first: Annotated[
-        str | None, _evict(metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
+        str | None, _rare(_EVICT, metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
     ] = None
     protect_recent: Annotated[
-        str | None, _evict(metavar="N", help="Last entries that always stay, likewise", show_default="the window")
+        str | None,
+        _rare(_EVICT, metavar="N", help="Last entries that always stay, likewise", show_default="the window"),
     ] = None
     head_scores: Annotated[
-        Path | None, _evict(metavar="PATH", help="headkv's file, which perturbkv head-scores writes")
+        Path | None, _rare(_EVICT, metavar="PATH", help="headkv's file; trace without headkv measures it")
     ] = None
     scenario: Annotated[str, _evict(metavar="NAME", help=f"{' or '.join(SCENARIOS)} (without question)")] = "regular"
-    cache: Annotated[str, _evict(metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")] = "ragged"
+    cache: Annotated[str, _rare(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")] = (
+        "ragged"
+    )
     steps: Annotated[
         int | None, _run(metavar="N", help="Decode steps measured, of the full run's text", show_default="1")
     ] = None
     dtype: Annotated[str, _run(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, _run(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
-    device_map: Annotated[str, _run(metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
+    device_map: Annotated[str, _rare(_RUN, metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
     save: Annotated[
-        list[str] | None, _run(metavar="NAME", help="outputs: also head outputs, hidden states, attention")
+        list[str] | None, _rare(_RUN, metavar="NAME", help="outputs: also head outputs, hidden states, attention")
     ] = None
     text: Annotated[
         bool,
-        _run("--text/--no-text", help="Keep texts of prompts and answers in the trace", show_default="yes"),
+        _rare(_RUN, "--text/--no-text", help="Keep texts of prompts and answers in the trace", show_default="yes"),
     ] = True
     kept: Annotated[
         bool,
-        _run("--kept/--no-kept", help="Keep the positions of kept entries in it", show_default="yes"),
+        _rare(_RUN, "--kept/--no-kept", help="Keep the positions of kept entries in it", show_default="yes"),
     ] = True
     max_memory: Annotated[
         str | None,
-        _run(metavar="SIZE", help="Of evicted caches at once: 2GiB", show_default="half of the model's"),
+        _rare(_RUN, metavar="SIZE", help="Memory of evicted caches: 2GiB", show_default="half of the model's"),
     ] = None
-    chunk_mib: Annotated[int, _hidden(_RUN, metavar="N", help="Working memory of value norms and sums, MiB")] = 256
-    norm_kernel: Annotated[str, _hidden(_RUN, metavar="NAME", help="Of value norms: auto, triton, chunked")] = "auto"
+    chunk_mib: Annotated[
+        int, _rare(_RUN, metavar="N", help="Working memory of value norms and sums, MiB")
+    ] = 256  # fmt: skip
+    norm_kernel: Annotated[str, _rare(_RUN, metavar="NAME", help="Kernel of value norms: auto, triton, chunked")] = (
+        "auto"
+    )
     output: Annotated[
         Path | None,
-        _run("--output", "-o", metavar="PATH", help="Where results go",
+        _run("--output", "-o", metavar="PATH", help="Folder of the results",
              show_default="runs/<time>-<model>-<dataset>"),
     ] = None  # fmt: skip
     overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
-    wait: Annotated[bool, _run("--wait", help="Wait while another process writes there")] = False
-    dry_run: Annotated[bool, _run("--dry-run", help="Tell samples, configurations, memory; run nothing")] = False
+    wait: Annotated[bool, _rare(_RUN, "--wait", help="Wait while another process writes there")] = False
+    dry_run: Annotated[bool, _run("--dry-run", help="Show samples, memory, time; run nothing")] = False
     as_json: Annotated[bool, _run("--json", help=_JSON)] = False
-    shard: Annotated[str | None, _many(metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")] = None
-    shard_by: Annotated[str, _hidden(_MANY, metavar="NAME", help="What is shared out: samples or configs")] = BY[0]
-    engine: Annotated[str, _many(metavar="NAME", help="What measures: here, workers, ray")] = "here"
-    workers: Annotated[
-        int | None, _many(metavar="N", help="How many processes; more in trace --help", show_default="one per GPU")
+    shard: Annotated[
+        str | None, _rare(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")
     ] = None
+    shard_by: Annotated[str, _rare(_MANY, metavar="NAME", help="Parts of a shard: samples or configs")] = BY[0]
+    engine: Annotated[str, _rare(_MANY, metavar="NAME", help="Processes that measure: here, workers, ray")] = "here"
+    workers: Annotated[
+        int | None, _rare(_MANY, metavar="N", help="Number of processes", show_default="one per GPU")
+    ] = None  # fmt: skip
     ray_address: Annotated[
         str | None,
-        _hidden(_MANY, metavar="ADDR", help="Of the Ray cluster's head: host:port", show_default="RAY_ADDRESS"),
+        _rare(_MANY, metavar="ADDR", help="Head of the Ray cluster: host:port", show_default="RAY_ADDRESS"),
     ] = None
     cpus_per_worker: Annotated[
-        int | None, _hidden(_MANY, metavar="N", help="Cores of each worker", show_default="an even share")
+        int | None, _rare(_MANY, metavar="N", help="Cores of each worker", show_default="an even share")
     ] = None
     timeout_per_sample: Annotated[
-        float | None, _hidden(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never")
+        float | None, _rare(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never")
     ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_alone(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
+        check_engine_values(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
         check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
@@ -232,9 +253,9 @@ class RunOptions(DataOptions):
         return None if self.shard is None else Shard.parse(self.shard, self.shard_by)
 
     @property
-    def spread(self) -> EngineConfig:
-        """Where the run is measured. Raises ConfigError for a choice that makes no difference there."""
-        return EngineConfig(
+    def engine_config(self) -> Workers:
+        """The engine that measures. Raises ConfigError for a choice that makes no difference there."""
+        return Workers(
             self.engine,
             self.workers,
             self.ray_address,
@@ -245,33 +266,33 @@ class RunOptions(DataOptions):
 
     @property
     def resources(self) -> Resources:
-        """How the run may use the machine. Raises ConfigError for text that is not a size."""
+        """The resources that the run may use. Raises ConfigError for text that is not a size."""
         bound = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
         return Resources(self.chunk_mib * 2**20, bound, self.norm_kernel)
 
     @property
     def step_count(self) -> int:
-        """How many decode steps; 1 where the user did not say."""
+        """The number of decode steps; 1 where the user did not say."""
         return 1 if self.steps is None else self.steps
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
-        """The same with these budgets, where the user chose none."""
+        """Return the run with these budgets, where the user chose none."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def choices(self) -> dict[str, Any]:
-        """What every configuration is asked to be, but for its selection, as `perturbkv.selection.grid` takes it.
+        """Return the choices of every configuration but its selection, as `perturbkv.selection.grid` takes them.
 
-        Raises BudgetError for text that is not a budget, ConfigError for one that is asked for twice.
+        Raises BudgetError for text that is not a budget, ConfigError for one that stands twice.
         """
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in FIELDS}
-        budgets = apart("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
+        budgets = check_distinct("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
         several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
         beside = {"alpha": self.alpha or None, "seed": self.seed}
         listed = {name: getattr(self, name) or None for name in ("granularity", "precision", "correction")}
         return {**asked, **several, **beside, **listed}
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
-        """Every preset × budget × alpha × granularity × policy × selection, what policy and cache cannot do refused.
+        """Return every preset × budget × alpha × granularity × policy × selection.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
         `random` alone is the selection. Raises ConfigError for a --policy that no selection leaves open.
@@ -288,16 +309,12 @@ class RunOptions(DataOptions):
 
 @dataclass(frozen=True)
 class LookOptions(FigureOptions):
-    """Which trace an analysis looks at, and where in it.
-
-    `asked` holds the analysis' own options: what it is asked of the trace.
-    """
+    """The trace that an analysis looks at, and the decode step in it."""
 
     trace: Annotated[
         Path | None, Argument(help="A finished trace; without it one is made first", show_default=False)
     ] = None
     step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=LOOK)] = 0
-    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,17 +323,26 @@ class LookOptions(FigureOptions):
             raise ConfigError(msg)
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The finished trace, where one was named."""
+        return () if self.trace is None else (self.trace,)
+
+    @property
     def question(self) -> dict[str, Any]:
-        """What an analysis was asked, as summary.json keeps it: its own options, and the step."""
+        """The analysis' own options and the step, as summary.json keeps them."""
         return {**self.asked, "step": self.step}
 
 
 @dataclass(frozen=True)
 class TracesOptions(FigureOptions):
-    """Which finished traces an analysis looks at, one of each data set; `asked` as in `LookOptions`."""
+    """The finished traces that an analysis looks at together."""
 
-    trace: Annotated[
+    traces: Annotated[
         list[Path] | None,
-        Option("--trace", metavar="PATH", help="A finished trace, one of each data set", rich_help_panel=LOOK),
+        Argument(help="Finished traces; without them they are made first", show_default=False),
     ] = None
-    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The finished traces that were named."""
+        return tuple(self.traces or ())

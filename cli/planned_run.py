@@ -1,12 +1,12 @@
-"""A planned run on this machine: its folder, its progress on the terminal, and how to go on after Ctrl-C.
+"""A run on this machine: its plan from the options as typed, its folder, its progress, how to go on after Ctrl-C.
 
-`--shard`: measure one share of a run, and say how far the others are.
-
-From options as typed to the library's plan of a run.
+With several data sets each has a plan and a trace of its own, measured by one model. With `--shard` one share of a run
+is measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from perturbkv.cli import console
+from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
+from perturbkv.cli.run_time import with_time_notes
+from perturbkv.configs.choice import split
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.escaping import line
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _OPTION = "--shard"
+_MOST_NAMED = 3
+"""Data sets that a folder is named after."""
 
 
 def run_shard(options: RunOptions, planned: Plan, engine: Engine, path: Path, progress: Progress) -> Path | ShardDone:
@@ -52,7 +57,7 @@ def run_shard(options: RunOptions, planned: Plan, engine: Engine, path: Path, pr
 
 
 def typed(arguments: Sequence[str]) -> Command:
-    """The command line, so that it can be told for another shard."""
+    """Return the command line, so that it can be printed for another shard."""
     from perturbkv.storage.run.shards import Command
 
     words: list[str | None] = ["perturbkv"]
@@ -65,7 +70,7 @@ def typed(arguments: Sequence[str]) -> Command:
 
 
 def whole_or_left(made: Sequence[Path | ShardDone], as_json: bool) -> list[Path]:
-    """The traces, where all are whole; else what was measured of the others is told, and the command ends.
+    """Return the traces, where all are whole; else print what was measured of the others, and end the command.
 
     It exits with 1 where samples failed.
     """
@@ -83,7 +88,7 @@ def whole_or_left(made: Sequence[Path | ShardDone], as_json: bool) -> list[Path]
 
 
 def describe(one: ShardDone) -> dict[str, Any]:
-    """What was measured, and how far the others are."""
+    """Return what was measured, and how far the others are."""
     return {
         "trace": str(one.trace),
         **share(one.shard, one.samples, one.configs),
@@ -93,21 +98,55 @@ def describe(one: ShardDone) -> dict[str, Any]:
 
 
 def share(shard: Shard, samples: Sequence[str], configs: int) -> dict[str, Any]:
-    """What a shard measures."""
+    """Return what a shard measures."""
     return {"shard": str(shard), "by": shard.by, "of": shard.count, "samples": list(samples), "configs": configs}
 
 
-def run_folder(options: DataOptions, output: Path | None) -> Path:
-    """`--output`, or runs/<time>-<model>-<dataset>."""
+def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str] = ()) -> Path:
+    """Return --output, or runs/<time>-<model>-<dataset>; of several data sets their names, or their number."""
     if output is not None:
         return output
-    slugs = "-".join(map(slug, (options.model, options.dataset)))
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slugs}"
+    names = datasets or [options.dataset]
+    dataset = "-".join(map(slug, names)) if len(names) <= _MOST_NAMED else f"{len(names)}-datasets"
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug(options.model)}-{slug(dataset)}"
 
 
 def slug(name: str) -> str:
-    """A model or a data set as a part of a file's name; of one that is named by its path the stem."""
+    """Return a model or a data set as a part of a file's name; of a path the stem."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).stem if "/" in name else name).strip("-")
+
+
+def each_dataset(run: RunOptions) -> list[RunOptions]:
+    """Return the run of each data set. Raises ConfigError for none, and for one that is there twice."""
+    whole = Path(run.dataset).is_file()
+    names = [run.dataset] if whole else [name.strip() for name in split(run.dataset, ",") if name.strip()]
+    if not names:
+        msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
+        raise ConfigError(msg)
+    return [dataclasses.replace(run, dataset=name) for name in check_distinct("--dataset", names)]
+
+
+def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
+    """Return the trace of each data set. Raises ConfigError where two would have one path."""
+    names = [slug(Path(one.dataset).stem if Path(one.dataset).is_file() else one.dataset) for one in runs]
+    for name in names:
+        if names.count(name) > 1:
+            both = " and ".join(one.dataset for one, own in zip(runs, names, strict=True) if own == name)
+            msg = f"expected data sets of different names, got {both}, both for {folder / name}; rename a file"
+            raise ConfigError(msg)
+    return [folder / name / "trace.h5" for name in names]
+
+
+def warn_of_gaps(planned: Sequence[Plan], name: str) -> None:
+    """Print a note of the budgets that no table will show, and the data sets whose prompts are too short for them."""
+    budgets = [dict.fromkeys(str(config.budget) for config in one.run.configs) for one in planned]
+    for budget in dict.fromkeys(budget for own in budgets for budget in own):
+        lack = [one.run.dataset for one, own in zip(planned, budgets, strict=True) if budget not in own]
+        if lack:
+            console.note(
+                f"b={budget} stands in no table of {name}, as not all data sets have it: prompts of {', '.join(lack)} "
+                "are too short; give data sets of longer prompts a run of their own, or --budget, or lower --window"
+            )
 
 
 def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
@@ -115,7 +154,26 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
 
     With --shard the command ends here, unless the trace is whole by then. Raises as `measure`.
     """
-    return whole_or_left([measure(options, planned, path)], options.as_json)[0]
+    return make_traces([options], [planned], [path])[0]
+
+
+def make_traces(
+    runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path | None = None
+) -> list[Path]:
+    """Make the traces, one after the other, by one model; `folder` is the --output of several.
+
+    With --shard the command ends here unless all are whole. Raises as `measure`.
+    """
+    if folder is None:
+        return whole_or_left([measure(runs[0], planned[0], paths[0])], runs[0].as_json)
+    from perturbkv.engines import choosing
+
+    with choosing.engine(runs[0].engine_config, planned) as engine:
+        traces = [
+            measure(run, one, path, engine=engine, folder=folder)
+            for run, one, path in zip(runs, planned, paths, strict=True)
+        ]
+    return whole_or_left(traces, runs[0].as_json)
 
 
 def measure(
@@ -130,10 +188,10 @@ def measure(
     from perturbkv.engines import choosing
 
     what = "samples" if folder is None else f"{planned.run.dataset}: samples"
-    chosen = choosing.engine(options.spread, [planned]) if engine is None else nullcontext(engine)
+    chosen = choosing.engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
     try:
         with chosen as measuring, console.progress(line(what), beside=measuring.alive) as bar:
-            return run_shard(options, planned, measuring, path, bar.at)
+            return run_shard(options, planned, measuring, path, with_time_notes(bar.at, planned))
     except InterruptedRunError as error:
         again = folder or (path if path == options.output else path.parent)
         msg = (
@@ -159,6 +217,26 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
     )  # fmt: skip
 
 
+def plan_all(
+    runs: Sequence[RunOptions],
+    configs: Sequence[EvictionConfig],
+    leave_out_unfit: bool = False,
+    generate: int | None = 0,
+    metric: str = "",
+    files: ModelFiles | None = None,
+) -> list[Plan]:
+    """Return the plan of each data set, the model opened once. Raises PerturbkvErrors, of a name first."""
+    from perturbkv.datasets.dataset_registry import check_name
+
+    for one in runs:
+        check_name(one.dataset)
+    plans: list[Plan] = []
+    for one in runs:
+        opened = plans[0].files if plans else files
+        plans.append(plan(one, configs, leave_out_unfit, generate, metric, files=opened))
+    return plans
+
+
 def plan(
     options: RunOptions,
     configs: Sequence[EvictionConfig],
@@ -179,23 +257,27 @@ def plan(
         msg = "expected --output with --shard, got none; name the place that all shards of the run share"
         raise ConfigError(msg)
     from perturbkv.cache import entries
+    from perturbkv.configs.run import Settings
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.engines import choosing
     from perturbkv.models.loading import open_model, pick_dtype
-    from perturbkv.pipeline.run.plan import Placement, Settings
+    from perturbkv.pipeline.run.plan import Placement
     from perturbkv.pipeline.run.plan import plan as plan_run
     from perturbkv.scoring import head_scores, value_norms
     from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry as policies
+    from perturbkv.selection.resolved_config import resolve
 
     datasets.check_name(options.dataset)
-    resources, device = options.resources, choosing.device(options.spread, options.device)
+    resources, device = options.resources, choosing.device(options.engine_config, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
     files = files or open_model(options.model, options.seed, options.revision or "")
-    entries.check_positions(configs, files.config, files.name)
+    entries.check_positions(map(resolve, configs), files.config, files.name)
     needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
-    scores = head_scores.given(options.head_scores, files.config, needed[0] if needed else None, compatibility.works())
+    scores = head_scores.read_required(
+        options.head_scores, files.config, needed[0] if needed else None, compatibility.works()
+    )
     settings = Settings(
         steps=options.step_count,
         scenario=options.scenario,

@@ -1,6 +1,7 @@
-"""Where files may be written, and figures, with the run's identity in the file's metadata.
+"""Files that a command leaves: figures with the run's identity in their metadata, and JSON documents.
 
-summary.json: the numbers of every analysis that was asked of one trace, or of several that belong together.
+summary.json holds the numbers of every analysis of one trace, or of several that belong together. Each function that
+returns an `OutputFile` says what may be replaced there; `OutputFolder.claim` asks it before any work is done.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli import console
 from perturbkv.errors import ConfigError
-from perturbkv.storage import output
 from perturbkv.storage.atomic_files import clear_leftovers, write_whole, written_whole
-from perturbkv.storage.output import Lock, check_kind, check_place
+from perturbkv.storage.output import Lock, OutputFile, OutputFolder
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
@@ -27,68 +27,71 @@ if TYPE_CHECKING:
 
 
 _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pdf": b"/Creator (perturbkv"}
-"""How the metadata of a figure name its maker."""
+"""The maker's name in the metadata of a figure, by format."""
 
 
-def free(path: Path, overwrite: bool) -> Path:
-    """The path. Raises OutputError where nothing can be written, ConfigError for a file that may not be replaced."""
-    check_place(path)
-    if path.exists() and not overwrite:
-        msg = f"expected no file at {path}, got one; --overwrite replaces it"
-        raise ConfigError(msg)
-    return path
+def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
+    """Return the files of figures, which replace figures of ours alone."""
+    return [
+        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _holds(_MADE_BY_US[suffix]))
+        for suffix in formats
+        for stem in stems
+    ]
 
 
-def reachable(path: Path, wait: bool = False) -> Path:
-    """The path. Raises OutputError where nothing can be written, and where another process writes it now."""
-    check_place(path)
-    output.check_free(path, wait)
-    return path
+def text_file(path: Path, begins: str) -> OutputFile:
+    """Return the file of a table as text, which replaces a text that begins like this alone."""
+    return OutputFile(path, "a table of ours", lambda path: path.read_bytes().startswith(begins.encode()))
+
+
+def result_file(path: Path, name: str) -> OutputFile:
+    """Return the JSON file of one analysis, which replaces an earlier result of the analysis `name` alone."""
+
+    def is_ours(path: Path) -> bool:
+        found = _json_or_none(FileKind("results of ours", ConfigError), path)
+        return isinstance(found, dict) and found.get("analysis") == name
+
+    return OutputFile(path, f"a result of {name}", is_ours)
+
+
+def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
+    """Return a JSON file that replaces one whose document is ours alone."""
+    return OutputFile(path, kind.what, lambda path: is_ours(_json_or_none(kind, path)))
+
+
+def _json_or_none(kind: FileKind, path: Path) -> Any:
+    try:
+        return kind.read_json(path)
+    except ConfigError:
+        return None
+
+
+def _holds(mark: bytes) -> Callable[[Path], bool]:
+    return lambda path: mark in path.read_bytes()
 
 
 @contextmanager
-def claimed(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place when the block has filled it; no other process writes it then.
+def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a new file beside `path`, which takes its place when the block has filled it.
 
-    Raises what `free` raises, before the block.
+    No other process writes it meanwhile. Raises what `OutputFolder.claim` raises, before the block.
     """
-    check_place(path)
-    with output.Lock(path, advice=output.WAIT_ALONE):
-        clear_leftovers(free(path, overwrite))
+    with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
+        clear_leftovers(path)
         with written_whole(path) as beside:
             yield beside
-
-
-def free_figures(folder: Path, stems: Iterable[str], formats: Iterable[str], overwrite: bool) -> None:
-    """Raise ConfigError where a figure would replace a file that is none of ours; `overwrite` allows it."""
-    for suffix in formats:
-        for stem in stems:
-            path = folder / f"{stem}.{suffix}"
-            check_kind(path)
-            if path.exists() and not overwrite and _MADE_BY_US[suffix] not in path.read_bytes():
-                msg = f"expected a figure of ours at {path}, got another file; --overwrite replaces it"
-                raise ConfigError(msg)
-
-
-def free_text(path: Path, begins: str, overwrite: bool) -> Path:
-    """The path. Raises ConfigError where a text would replace a file that is none of ours, which begin with `begins`.
-
-    OutputError where nothing can be written.
-    """
-    check_place(path)
-    if path.exists() and not overwrite and not path.read_bytes().startswith(begins.encode()):
-        msg = f"expected a table of ours at {path}, got another file; --overwrite replaces it"
-        raise ConfigError(msg)
-    return path
 
 
 def save_figure(
     figure: Figure, identity: RunIdentity, stem: Path, formats: list[str], overwrite: bool = False
 ) -> list[str]:
-    """Write the figure as `stem.<format>` for each format; returns the paths. Raises what `free_figures` raises."""
+    """Write the figure as `stem.<format>` for each format; returns the paths.
+
+    Raises ConfigError where a figure would replace a file that is none of ours; `overwrite` allows it.
+    """
     from perturbkv.figures import style
 
-    free_figures(stem.parent, [stem.name], formats, overwrite)
+    OutputFolder(stem.parent, overwrite).claim(*figure_files(stem.parent, [stem.name], formats))
     paths = []
     for suffix in formats:
         path = stem.with_name(f"{stem.name}.{suffix}")
@@ -99,25 +102,30 @@ def save_figure(
     return paths
 
 
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON document that says which schema it follows; the file appears whole."""
+    write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
+
+
 SUMMARY_NAME = "summary.json"
-_KIND = FileKind("a summary of ours", ConfigError, hint="move it away or give another --output")
+_SUMMARY = FileKind("a summary of ours", ConfigError, hint="move it away or give another --output")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A trace that numbers are of: its path, and the digest of its file, empty where it is not made yet."""
+    """A trace behind some numbers: its path, and the digest of its file, empty where it is not made yet."""
 
     path: str
     digest: str = ""
 
-    def among(self, others: Sequence[Source]) -> bool:
-        """Whether one of the others is the same file, or has the same content."""
+    def is_among(self, others: Sequence[Source]) -> bool:
+        """Return whether one of the others is the same file, or has the same content."""
         here = Path(self.path).resolve()
         return any((self.digest and self.digest == one.digest) or Path(one.path).resolve() == here for one in others)
 
 
 def summary_header(trace: Trace) -> dict[str, Any]:
-    """What every document says of a trace."""
+    """Return what every document says of a trace."""
     from perturbkv.analyses.json_values import run_object
 
     return {
@@ -125,58 +133,55 @@ def summary_header(trace: Trace) -> dict[str, Any]:
         "trace_digest": trace.digest,
         "run": run_object(trace.run),
         "failed": dict(trace.failures),
-        "bytes_over_full": _stored(trace),
+        "bytes_over_full": _bytes_over_full(trace),
     }
 
 
-def _stored(trace: Trace) -> dict[str, float]:
-    """What every configuration takes in bytes, where some store few bits; nothing elsewhere."""
+def _bytes_over_full(trace: Trace) -> dict[str, float]:
+    """Return each configuration's bytes over the full cache's, where some store few bits; nothing elsewhere."""
     from perturbkv.analyses.identity import identity
 
     shares = identity(trace, trace.run.configs).stored
     return dict(zip(trace.run.labels(), shares, strict=True)) if shares else {}
 
 
-def check_summary_free(
-    path: Path, sources: Sequence[Source], name: str, asked: Mapping[str, Any], overwrite: bool = False
-) -> None:
-    """Raise ConfigError where a summary holds numbers of other traces, or of another question to these.
+def summary_file(folder: Path, sources: Sequence[Source], name: str, asked: Mapping[str, Any]) -> OutputFile:
+    """Return the summary of a folder, to which the analysis `name` of these traces may be added.
 
     The same question replaces its old answer, and so does one that only adds to it.
     """
-    check_place(path)
-    if overwrite or not path.exists():
-        return
-    before = _read(path)
-    if not all(one.among(sources) for one in _sources(before)):
-        said = ", ".join(one.path for one in _sources(before))
-        msg = f"{path} is of another trace, {said}; give another --output, or --overwrite to replace it"
-        raise ConfigError(msg)
-    old = before["analyses"].get(name, {}).get("asked")
-    other = [option for option in asked if old is not None and old.get(option) not in (asked[option], False)]
-    if old is not None and other:
-        had, wanted = (", ".join(_said(option, of.get(option)) for option in other) for of in (old, asked))
-        msg = (
-            f"{path} holds {name} {had}; this one is {wanted}; give another --output, or --overwrite to replace its "
-            "numbers and figures"
-        )
-        raise ConfigError(msg)
+
+    def is_ours(path: Path) -> bool:
+        """Raise ConfigError where a summary holds numbers of other traces, or of another question to these."""
+        before = _read_summary(path)
+        if not all(one.is_among(sources) for one in _sources(before)):
+            paths = ", ".join(one.path for one in _sources(before))
+            msg = f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
+            raise ConfigError(msg)
+        old = before["analyses"].get(name, {}).get("asked")
+        other = [option for option in asked if old is not None and old.get(option) not in (asked[option], False)]
+        if old is not None and other:
+            had, wanted = (", ".join(_spelled(option, of.get(option)) for option in other) for of in (old, asked))
+            msg = (
+                f"{path} holds {name} {had}; this one is {wanted}; give another --output, or --overwrite to replace "
+                "its numbers and figures"
+            )
+            raise ConfigError(msg)
+        return True
+
+    return OutputFile(folder / SUMMARY_NAME, "a summary of ours", is_ours)
 
 
-def _said(option: str, value: Any) -> str:
-    """'with --max-kl 0.1', or 'without --max-kl'."""
+def _spelled(option: str, value: Any) -> str:
+    """Return 'with --max-kl 0.1', or 'without --max-kl'."""
     name = f"--{option.replace('_', '-')}"
-    return (
-        f"without {name}"
-        if value is None or value is False
-        else f"with {name}"
-        if value is True
-        else f"with {name} {value}"
-    )
+    if value is None or value is False:
+        return f"without {name}"
+    return f"with {name}" if value is True else f"with {name} {value}"
 
 
-def write_summary(path: Path, told: Mapping[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:
-    """Put one analysis into a summary whose traces `told` names; those of the same traces that stand there stay.
+def write_summary(path: Path, header: Mapping[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:
+    """Put one analysis into a summary whose traces the header names; those of the same traces that stand there stay.
 
     Analyses that end at the same time wait for each other. Raises ConfigError for a file that is no summary of ours,
     unless `overwrite` allows to replace it.
@@ -185,11 +190,10 @@ def write_summary(path: Path, told: Mapping[str, Any], name: str, numbers: dict[
         others: dict[str, Any] = {}
         if path.exists():
             with suppress(*[ConfigError] if overwrite else []):
-                before = _read(path)
-                same = _digests(before) == _digests(told)
+                before = _read_summary(path)
+                same = _digests(before) == _digests(header)
                 others = before["analyses"] if same else {}
-        document = {**told, "analyses": {**others, name: numbers}}
-        write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
+        write_json(path, {**header, "analyses": {**others, name: numbers}})
 
 
 def _sources(document: Mapping[str, Any]) -> list[Source]:
@@ -200,15 +204,15 @@ def _digests(document: Mapping[str, Any]) -> list[str]:
     return [one.digest for one in _sources(document)]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A summary of ours: its traces and their digests, its analyses. Raises ConfigError for any other file."""
-    before = _KIND.read_json(path)
-    told = before if _is_object(before) else {}
-    traces = told.get("traces", [told])
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return a summary of ours: its traces and their digests, its analyses. Raises ConfigError for any other file."""
+    before = _SUMMARY.read_json(path)
+    document = before if _is_object(before) else {}
+    traces = document.get("traces", [document])
     whole = isinstance(traces, list) and traces and all(map(_is_trace, traces))
-    if not whole or not _is_object(told.get("analyses"), _is_analysis):
-        raise _KIND.refusal(path, "another document")
-    return {name: told[name] for name in ("traces", "trace", "trace_digest", "analyses") if name in told}
+    if not whole or not _is_object(document.get("analyses"), _is_analysis):
+        raise _SUMMARY.refusal(path, "another document")
+    return {name: document[name] for name in ("traces", "trace", "trace_digest", "analyses") if name in document}
 
 
 def _is_trace(value: Any) -> bool:

@@ -1,36 +1,28 @@
-"""A command's session: open a trace or make it, read answers, save figures and numbers, show the result.
+"""One session for every command with a result: open a trace or make it, claim the output folder, save, show.
 
-What all analyses share: open a trace or make it, save figures, leave numbers, say what failed.
-
-Where a result that is of no trace is left: figures and one JSON file under its name, and the numbers on stdout.
-
-What commands share that look at a finished file of answers: its place, where results go, what JSON says of it.
+A command of the shape "a trace in or measured, analyse, show, save" is a function that returns an `Analysis`;
+`analysis` and `analysis_views` make commands of such functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
-from perturbkv.analyses.json_values import run_object
-from perturbkv.cli import console, dry_run, option_effects, saving
-from perturbkv.cli.commands.trace import say_failures
-from perturbkv.cli.options import FigureOptions, JsonOption, LookOptions, RunOptions
-from perturbkv.cli.planned_run import make_trace, plan, run_folder
-from perturbkv.cli.saving import free, free_figures, reachable, save_figure
+from perturbkv.cli import console, dry_run, option_refusals, saving
+from perturbkv.cli.command_line import made, split_parameters, spread, typed
+from perturbkv.cli.options import FigureOptions, RunOptions
+from perturbkv.cli.planned_run import dataset_paths, each_dataset, make_traces, plan_all, run_folder, warn_of_gaps
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
 from perturbkv.escaping import line
 from perturbkv.schema import MEASURED
-from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.output import WAIT_ALONE, Lock
-from perturbkv.user_files import FileKind
+from perturbkv.storage.output import Claim, OutputFile, OutputFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,34 +30,36 @@ if TYPE_CHECKING:
     from perturbkv.analyses.identity import RunIdentity
     from perturbkv.analyses.result import Result
     from perturbkv.models.loading import ModelFiles
-    from perturbkv.storage.answers_file import WrittenAnswers
+    from perturbkv.pipeline.run.plan import Plan
     from perturbkv.trace import Trace
 
+    Results = Result | Sequence[Result]
 
-@dataclass(frozen=True)
-class Study:
-    """One analysis of finished traces, of one in most cases.
+
+@dataclass
+class Session:
+    """A command's traces, its output folder, and what it leaves there.
 
     Attributes:
-        name: of the analysis: its command, its key in summary.json.
-        traces: what is looked at.
-        folder: where figures and summary go.
-        look: how figures come out.
-        asked: the analysis' own options.
+        name: of the analysis: its key in summary.json, and the beginning of its files' names.
+        output: the folder of figures and numbers.
+        look: format and width of figures, and the analysis' own options.
         as_json: whether the numbers go to stdout instead of tables.
-        overwrite: whether files of somebody else are replaced.
-        joined: whether it may be of several, so that all that is said of them is a list.
+        traces: what is looked at; without any, the result has a JSON file of its own, `<name>.json`.
+        source: of a result without traces: what JSON says of where it comes from.
+        joint: whether it may be of several traces, so that JSON has a list of them.
+        asked: the options that summary.json keeps.
         figures: paths written so far.
     """
 
     name: str
-    traces: tuple[Trace, ...]
-    folder: Path
+    output: OutputFolder
     look: FigureOptions
-    asked: Mapping[str, Any]
     as_json: bool
-    overwrite: bool = False
-    joined: bool = False
+    traces: tuple[Trace, ...] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
+    joint: bool = False
+    asked: Mapping[str, Any] = field(default_factory=dict)
     figures: list[str] = field(default_factory=list)
 
     @property
@@ -80,224 +74,312 @@ class Study:
 
     @property
     def width_mm(self) -> int:
-        """Printed width of the figures."""
+        """Printed width of the figures, mm."""
         return self.look.width_mm
 
     @property
     def failures(self) -> dict[str, str]:
         """Failed sample -> why; one of a further trace stands under its data set too."""
         more = {f"{one.run.dataset}: {name}": why for one in self.traces[1:] for name, why in one.failures.items()}
-        return {**self.trace.failures, **more}
+        return {**(self.trace.failures if self.traces else {}), **more}
 
-    def save(self, drawn: Figure, identity: RunIdentity, stem: str) -> None:
-        """Write a figure in every format asked for."""
-        self.figures.extend(save_figure(drawn, identity, self.folder / stem, self.look.formats, self.overwrite))
+    @property
+    def path(self) -> Path:
+        """The JSON file."""
+        return self.output.path / (saving.SUMMARY_NAME if self.traces else f"{self.name}.json")
 
-    def show(self, results: Result | Sequence[Result], document: dict[str, Any] | None = None) -> None:
-        """Write results into summary.json and print them: what to conclude, then the run, tables, and notes once.
+    def claim(self, stems: Sequence[str], sources: Sequence[saving.Source] = (), *more: OutputFile) -> Claim:
+        """Claim figures, numbers and further files; `sources` are the traces that the numbers are of.
 
-        `document` is what JSON holds of them; left out: what the first one says. Exits with 1 where samples failed.
+        Raises what `OutputFolder.claim` raises.
         """
-        from perturbkv.analyses.result import Result, once
+        folder = self.output.path
+        figures = saving.figure_files(folder, stems, self.look.formats)
+        if not sources:
+            path = folder / f"{self.name}.json"
+            return self.output.claim(*figures, *more, saving.result_file(path, self.name), writer=path)
+        return self.output.claim(*figures, *more, saving.summary_file(folder, sources, self.name, self.asked))
 
-        held = [results] if isinstance(results, Result) else list(results)
+    def save(self, figure: Figure, identity: RunIdentity, stem: str) -> None:
+        """Write a figure in every format."""
+        path = self.output.path / stem
+        self.figures.extend(saving.save_figure(figure, identity, path, self.look.formats, self.output.overwrite))
 
-        def shown() -> None:
-            for one in held:
-                console.say(one.conclusion())
-            console.say("")
-            self._title()
-            for part in [part for one in held for part in one.tables()]:
-                console.part(part)
-            for part in held[0].stored():
-                console.part(part)
-            console.say(once(held))
+    def show(
+        self, results: Results, document: dict[str, Any] | None = None, failures: Mapping[str, str] | None = None
+    ) -> None:
+        """Write results into the JSON file and print them; exit with 1 where samples failed.
 
-        self._leave(held[0].to_dict() if document is None else document, shown)
-
-    def _leave(self, numbers: dict[str, Any], shown: Callable[[], None]) -> None:
-        """The numbers in summary.json, and on stdout as JSON or as `shown` prints them."""
-        headers = [saving.summary_header(trace) for trace in self.traces]
-        told = {"traces": headers} if self.joined else {**headers[0], "failed": self.failures}
-        own = {"asked": dict(self.asked), **numbers, "figures": self.figures}
-        saving.write_summary(self.folder / saving.SUMMARY_NAME, told, self.name, own, self.overwrite)
+        `document` is what JSON holds of them, by default what the first one says; `failures` are those of a result
+        without traces.
+        """
+        shown = [results] if not isinstance(results, Sequence) else list(results)
+        numbers = shown[0].to_dict() if document is None else document
+        header, own = self._write(numbers)
         if self.as_json:
-            console.print_json({"analysis": self.name, **told, **own})
+            console.print_json({"analysis": self.name, **header, **own})
         else:
-            shown()
-            console.say(f"written to {self.folder}")
-        say_failures(self.failures)
-        if self.failures:
+            console.result(shown, *self._title(shown[0]), explain=self.look.explain)
+            console.say(f"written to {self.output.path}")
+        failed = self.failures if failures is None else failures
+        say_failures(failed)
+        if failed:
             raise typer.Exit(1)
 
-    def _title(self) -> None:
+    def show_alone(self, result: Result) -> None:
+        """Print a result of one trace that leaves no file."""
+        if self.as_json:
+            source = {"trace": self.trace.source, "trace_digest": self.trace.digest}
+            console.print_json({"analysis": self.name, **source, **result.to_dict()})
+        else:
+            console.result([result], result.identity.lines()[0], explain=self.look.explain)
+
+    def _write(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write the JSON file; returns what it says of the source, and the analysis' own numbers."""
+        if not self.traces:
+            header, own = dict(self.source), {**numbers, "figures": self.figures}
+            saving.write_json(self.path, {"analysis": self.name, **header, **own})
+            return header, own
+        headers = [saving.summary_header(trace) for trace in self.traces]
+        header = {"traces": headers} if self.joint else {**headers[0], "failed": self.failures}
+        own = {"asked": dict(self.asked), **numbers, "figures": self.figures}
+        saving.write_summary(self.path, header, self.name, own, self.output.overwrite)
+        return header, own
+
+    def _title(self, result: Result) -> tuple[str, str]:
+        """Return the run in one line, and the layers that are measured where some are not."""
         from perturbkv.analyses.pairing import counted
 
+        if not self.traces:
+            return result.identity.lines()[0], ""
         run = self.trace.run
         words = f" · {run.scenario}" if run.scenario != "regular" else ""
         words += " · random weights" if run.random_weights else ""
         samples = counted(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
-        console.say(line(f"{run.model} · {datasets} · {samples}{words}"), bold=True)
-        if measured := self.trace.attrs.get(MEASURED):
-            console.say(line(f"layers {measured} are measured; held / full is of their entries"))
+        measured = self.trace.attrs.get(MEASURED)
+        layers = line(f"layers {measured} are measured; held / full is of their entries") if measured else ""
+        return line(f"{run.model} · {datasets} · {samples}{words}"), layers
 
 
-def open_study(
-    name: str,
-    run: RunOptions,
-    look: LookOptions,
-    configs: Callable[[], Sequence[EvictionConfig]],
-    leave_out_unfit: bool = False,
-    generate: int | None = 0,
-    stems: Sequence[str] = (),
-    files: ModelFiles | None = None,
-) -> Study | None:
-    """The study of `look.trace`, or of the trace that `run` makes of `configs`; None after a dry run.
-
-    `leave_out_unfit` skips budgets that do not exceed the window, for budgets that the user did not choose; `generate`
-    tokens are generated from every cache and scored, None: as many as the dataset says; `stems` are names of its
-    figures, by default its own; `files` the model, where it was opened already. Raises PerturbkvErrors, all that can be
-    known before a model is loaded before it is.
-    """
-    if look.trace is not None:
-        option_effects.check_finished(name, run, look.trace)
-        return _of_finished(name, run, look, look.trace, stems or [name])
-    asked = tuple(configs())
-    option_effects.check(name, run, asked)
-    folder = run_folder(run, run.output)
-    path = folder / "trace.h5"
-    if not run.dry_run:
-        reachable(path, run.wait)
-        _check_free(folder, name, look, run, path, stems or [name])
-    planned = plan(run, asked, leave_out_unfit, generate, files=files)
-    if look.step >= run.step_count:
-        tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
-        fits = tokens + look.step < int(planned.files.config.max_position_embeddings)
-        more = f"; --steps {look.step + 1} records it" if fits else ""
-        msg = f"expected a step from 0 to {run.step_count - 1}, got {look.step}{more}"
-        raise ConfigError(msg)
-    if run.dry_run:
-        dry_run.show(planned, run.as_json, folder, run.part)
-        return None
-    return _study(name, make_trace(run, planned, path), folder, look, run)
-
-
-def _of_finished(name: str, run: RunOptions, look: LookOptions, path: Path, stems: Sequence[str]) -> Study:
-    folder = run.output or path.parent
-    study = _study(name, path, folder, look, run)
-    _check_free(folder, name, look, run, path, stems, study.trace.digest)
-    return study
-
-
-def _study(name: str, path: Path, folder: Path, look: LookOptions, run: RunOptions) -> Study:
-    """Raises FailedRunError where no sample of the trace can be looked at."""
-    from perturbkv.storage.trace.trace_file import read_trace
-
-    finished = read_trace(path)
-    if not finished.ok.any():
-        raise FailedRunError(str(path), finished.failures)
-    return Study(name, (finished,), folder, look, look.question, run.as_json, run.overwrite)
-
-
-def _check_free(
-    folder: Path, name: str, look: LookOptions, run: RunOptions, trace: Path, stems: Sequence[str], digest: str = ""
-) -> None:
-    """Raise ConfigError where the folder holds figures and numbers of another trace, or of another question to it."""
-    free_figures(folder, stems, look.formats, run.overwrite)
-    source = saving.Source(str(trace), digest)
-    saving.check_summary_free(folder / saving.SUMMARY_NAME, [source], name, look.question, run.overwrite)
-
-
-_KIND = FileKind("results of ours", ConfigError)
+def say_failures(failures: Mapping[str, str]) -> None:
+    """Print one line per failed sample on stderr."""
+    for reason in failures.values():
+        console.note(f"failed: {reason}")
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A result's place.
+class Analysis:
+    """One question to a trace, or to several: how the trace is made where none is given, and how it is answered.
 
     Attributes:
-        name: of the analysis, and of its files.
-        folder: where they go.
-        look: how figures come out.
-        overwrite: whether files of somebody else are replaced.
-        as_json: whether the numbers go to stdout instead of tables.
+        name: key in summary.json, and the beginning of the figures' names.
+        run: options of a run that makes the trace.
+        configs: returns the configurations of such a run.
+        answer: from the opened session to the results; it saves figures itself where `stems` names them.
+        figures: method of the result that draws -> end of the figure's name.
+        stems: names of figures that `answer` saves.
+        command: as it is typed, where that is not the name.
+        generate: tokens generated from every cache and scored; None: as many as the dataset says.
+        leave_out_unfit: whether budgets that do not exceed the window are skipped, which the user did not choose.
+        files: the model, where it was opened already.
+        metric: grades answers instead of the dataset's own.
+        by_dataset: whether `run.dataset` names several data sets, each with a trace in a folder of its name.
+        asked: options that summary.json keeps, where they are not those of the command.
+        outputs: returns further files that `answer` writes into a folder.
+        dry_note: what a dry run says beside the plan.
+        exit_code: returns the exit code of a result.
+        writes: whether figures and numbers are left as files.
     """
 
     name: str
-    folder: Path
-    look: FigureOptions
-    overwrite: bool
-    as_json: bool
+    run: RunOptions
+    configs: Callable[[], Sequence[EvictionConfig]]
+    answer: Callable[[Session], Results | tuple[Results, dict[str, Any]]]
+    figures: Mapping[str, str] = field(default_factory=lambda: {"plot": ""})
+    stems: Sequence[str] = ()
+    command: str = ""
+    generate: int | None = 0
+    leave_out_unfit: bool = False
+    files: ModelFiles | None = None
+    metric: str = ""
+    by_dataset: bool = False
+    asked: Mapping[str, Any] | None = None
+    outputs: Callable[[Path], Sequence[OutputFile]] = lambda folder: ()
+    dry_note: str = ""
+    exit_code: Callable[[Any], int] = lambda result: 0
+    writes: bool = True
 
     @property
-    def path(self) -> Path:
-        """The JSON file."""
-        return self.folder / f"{self.name}.json"
+    def typed_as(self) -> str:
+        """The command as it is typed."""
+        return self.command or self.name
 
-    def check_free(self) -> None:
-        """What an earlier call left there may be replaced.
+    @property
+    def all_stems(self) -> list[str]:
+        """The names of all figures, without the format."""
+        return list(self.stems) or [f"{self.name}{end}" for end in self.figures.values()]
 
-        Raises OutputError where nothing can be written, ConfigError for a file that is none of ours.
-        """
-        free_figures(self.folder, [self.name], self.look.formats, self.overwrite)
-        free(self.path, self.overwrite or self._is_ours())
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the place while the block makes what goes there. Raises as `check_free`."""
-        self.check_free()
-        with Lock(self.path, advice=WAIT_ALONE):
-            yield
-
-    def leave(self, result: Result, about: Mapping[str, Any]) -> None:
-        """Figures and JSON as files, `about` before the result's own numbers; and the numbers on stdout."""
-        drawn, formats = result.plot(self.look.width_mm), self.look.formats
-        figures = save_figure(drawn, result.identity, self.folder / self.name, formats, self.overwrite)
-        document = {"analysis": self.name, **about, **result.to_dict(), "figures": figures}
-        write_whole(self.path, lambda stream: stream.write(console.as_json(document).encode()))
-        if self.as_json:
-            console.print_json(document)
+    def carry_out(self, look: FigureOptions) -> None:
+        """Open or make the trace, answer, save, show. Raises PerturbkvErrors; exits as `exit_code` says."""
+        session = open_session(self, look)
+        if session is None:
             return
-        console.result(result, result.identity.lines()[0])
-        console.say(f"written to {self.folder}")
-
-    def _is_ours(self) -> bool:
-        if not self.path.is_file():
-            return False
-        try:
-            found = _KIND.read_json(self.path)
-        except ConfigError:
-            return False
-        return isinstance(found, dict) and found.get("analysis") == self.name
-
-
-_REQUIRED: Any = ...
-"""What Typer asks for: a field behind others with defaults needs one of its own."""
+        answer = self.answer(session)
+        results, document = answer if isinstance(answer, tuple) else (answer, None)
+        if not self.stems:
+            for method, end in self.figures.items():
+                drawn = getattr(results, method)(session.width_mm)
+                session.save(drawn, results.identity, f"{self.name}{end}")
+        if not self.writes:
+            session.show_alone(results)
+            return
+        session.show(results, document)
+        if code := self.exit_code(results):
+            raise typer.Exit(code)
 
 
-@dataclass(frozen=True)
-class AnswerOptions(FigureOptions):
-    """Which answers, and where what is found of them goes."""
+def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
+    """Return the session of finished traces, or of those that the analysis' run makes; None after a dry run.
 
-    file: Annotated[Path, Argument(help="generation.jsonl of perturbkv generate", show_default=False)] = _REQUIRED
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="PATH", help="Folder", show_default="the file's")
-    ] = None
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace what is there of the same name")] = False
-    as_json: JsonOption = False
-    typed: frozenset[str] = frozenset()
+    Raises PerturbkvErrors, all that can be known before a model is loaded before it is.
+    """
+    run, asked = analysis.run, look.question if analysis.asked is None else analysis.asked
+    if look.paths:
+        option_refusals.check_finished(analysis.typed_as, run, look.paths[0])
+        output = OutputFolder(run.output or look.paths[0].parent, run.overwrite)
+        session = Session(
+            analysis.name, output, look, run.as_json, read_traces(look.paths), joint=analysis.by_dataset, asked=asked
+        )
+        _check_complete(session)
+        sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
+        _claim(analysis, session, sources if session.joint else sources[:1])
+        return session
+    configs = tuple(analysis.configs())
+    runs = each_dataset(run) if analysis.by_dataset else [run]
+    option_refusals.check_all(analysis.typed_as, runs, configs)
+    folder = run_folder(run, run.output, [one.dataset for one in runs])
+    paths = dataset_paths(folder, runs) if analysis.by_dataset else [folder / "trace.h5"]
+    session = Session(
+        analysis.name, OutputFolder(folder, run.overwrite), look, run.as_json, joint=analysis.by_dataset, asked=asked
+    )
+    if not run.dry_run:
+        for path in paths:
+            OutputFolder(folder, wait=run.wait).claim(writer=path)
+        _claim(analysis, session, [saving.Source(str(path)) for path in paths])
+    planned = plan_all(
+        runs, configs, analysis.leave_out_unfit, analysis.generate, analysis.metric, files=analysis.files
+    )
+    _check_step(getattr(look, "step", 0), run, planned[0])
+    if analysis.by_dataset:
+        warn_of_gaps(planned, analysis.name)
+    if run.dry_run:
+        _show_plans(analysis, planned, folder)
+        return None
+    session.traces = read_traces(make_traces(runs, planned, paths, folder if analysis.by_dataset else None))
+    _check_complete(session)
+    return session
 
-    @property
-    def folder(self) -> Path:
-        """Where results go."""
-        return self.output or self.file.parent
 
-    def leaving(self, name: str) -> Leaving:
-        """Where what an analysis of this name finds is left."""
-        return Leaving(name, self.folder, self, self.overwrite, self.as_json)
+def read_traces(paths: Sequence[Path]) -> tuple[Trace, ...]:
+    """Return finished traces. Raises TraceError."""
+    from perturbkv.storage.trace.trace_file import read_trace
+
+    return tuple(read_trace(path) for path in paths)
 
 
-def about(answers: WrittenAnswers) -> dict[str, Any]:
-    """What JSON says of the answers that were looked at."""
-    return {"answers": answers.source, "answers_digest": answers.digest, "run": run_object(answers.run)}
+def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source]) -> None:
+    if analysis.writes:
+        session.claim(analysis.all_stems, sources, *analysis.outputs(session.output.path))
+
+
+def _check_complete(session: Session) -> None:
+    """Raise FailedRunError where no sample can be looked at; of several traces one without is left out."""
+    if not session.usable or not (session.joint or session.trace.ok.any()):
+        traces = session.traces if session.joint else session.traces[:1]
+        failures = {sample: why for one in traces for sample, why in one.failures.items()}
+        raise FailedRunError(", ".join(one.source for one in traces), failures)
+    if session.joint:
+        for one in session.traces:
+            if not one.ok.any():
+                console.note(f"left out: every sample of {one.run.dataset} failed, see {one.source}")
+
+
+def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
+    """Raise ConfigError for a decode step that the run does not measure."""
+    if step < run.step_count:
+        return
+    tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
+    fits = tokens + step < int(planned.files.config.max_position_embeddings)
+    more = f"; --steps {step + 1} records it" if fits else ""
+    msg = f"expected a step from 0 to {run.step_count - 1}, got {step}{more}"
+    raise ConfigError(msg)
+
+
+def _show_plans(analysis: Analysis, planned: Sequence[Plan], folder: Path) -> None:
+    run = analysis.run
+    if analysis.by_dataset:
+        dry_run.show_all(planned, run.as_json, folder, run.part)
+    else:
+        dry_run.show(planned[0], run.as_json, folder, run.part)
+    if analysis.dry_note:
+        console.note(analysis.dry_note)
+
+
+def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:
+    """Return the command of a function from `run`, `look` and its own options to an `Analysis`."""
+    groups, own = split_parameters(function)
+
+    def call(context: typer.Context, **values: Any) -> None:
+        asked = {parameter.name: values[parameter.name] for parameter in own}
+        chosen = made(groups, values, typed(context), asked)
+        function(**chosen, **asked).carry_out(chosen["look"])
+
+    return spread(function, call, groups, own)
+
+
+View = Callable[..., Analysis | None]
+
+
+def analysis_views(
+    default: View, *, flags: Mapping[str, Any], help: Callable[[], None], **views: View
+) -> Callable[..., None]:
+    """Return a command with several views, each a function as `analysis` takes it, or one that shows by itself.
+
+    Each further view is chosen by the option of its name: a flag that `flags` annotates, or a parameter of the view. An
+    option of another view is refused. `help` has the command's name and docstring.
+    """
+    functions: dict[str, View] = {"": default, **views}
+    groups, _ = split_parameters(default)
+    own = {name: split_parameters(function)[1] for name, function in functions.items()}
+    switches = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in flags.items()
+    ]
+    merged = {one.name: one for parameters in reversed(list(own.values())) for one in parameters}
+    parameters = [*switches, *(merged[name] for name in dict.fromkeys(_names(own)))]
+
+    def call(context: typer.Context, **values: Any) -> None:
+        given = typed(context)
+        view = _chosen_view([name for name in views if values[name] not in (False, None)])
+        asked = {one.name: values[one.name] if one.name in given else one.default for one in own[view]}
+        chosen = made(groups, values, given, asked)
+        known = {name: {*([name] if name else []), *(one.name for one in own[name])} for name in functions}
+        option_refusals.check_view(view, chosen["run"], known)
+        answered = functions[view](**chosen, **asked)
+        if answered is not None:
+            answered.carry_out(chosen["look"])
+
+    return spread(help, call, groups, parameters)
+
+
+def _names(own: Mapping[str, Sequence[inspect.Parameter]]) -> list[str]:
+    return [one.name for parameters in own.values() for one in parameters]
+
+
+def _chosen_view(chosen: Sequence[str]) -> str:
+    """Return the view of a command line, '' where none is chosen. Raises ConfigError for two."""
+    if len(chosen) > 1:
+        msg = f"expected one of {' and '.join(map(option_refusals.spelled, chosen))}, got both; give only one of them"
+        raise ConfigError(msg)
+    return chosen[0] if chosen else ""

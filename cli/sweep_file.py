@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from perturbkv.cli.option_routing import options
+from perturbkv.cli.command_line import options
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.entry_counts import Budget

@@ -1,4 +1,4 @@
-"""Run the notebooks again and keep what they show: `make examples`, or `python examples/remake.py [NAME …]`."""
+"""Run the notebooks again and store their outputs: `make examples`, or `python examples/remake.py [NAME …]`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def run(book: Any, folder: Path, **more: Any) -> Any:
-    """The notebook with fresh outputs and nothing of this machine: no times, no version of its Python.
+    """Return the notebook with fresh outputs and nothing of this machine: no times, no version of its Python.
 
-    `more` goes to the kernel. Raises CellExecutionError where a cell fails.
+    `more` is passed to the kernel. Raises CellExecutionError where a cell fails.
     """
     place = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(book, timeout=600, record_timing=False, resources=place).execute(**more)
@@ -26,7 +26,7 @@ def run(book: Any, folder: Path, **more: Any) -> Any:
 
 
 def main() -> None:
-    """Each notebook in its turn; one that fails stays as it was."""
+    """Run each notebook in turn; one that fails stays unchanged."""
     for name in sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
         path = FOLDER / f"{name}.ipynb"
         nbformat.write(run(nbformat.read(path, as_version=4), FOLDER), path)

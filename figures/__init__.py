@@ -1,4 +1,4 @@
-"""Result in, matplotlib Figure out: nothing here computes a quantity or saves a file."""
+"""Figures: each draws a result as a matplotlib Figure; no module computes a quantity or saves a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIGURES = {
     "Ablation": "ablation:draw_ablation",
     "Alpha": "alpha",
     "Assumption": "bounds:draw_assumption",
-    "AuditResult": "audit",
+    "Audit": "audit",
     "BoundTightness": "bounds:draw_bound_tightness",
     "BoundTightness.plot_heads": "bounds:draw_heads",
     "BudgetCurves": "layers:draw_budget_curves",
@@ -28,7 +28,7 @@ FIGURES = {
     "Horizon": "horizon",
     "Horizon.plot_heads": "horizon:draw_heads",
     "Judged": "quality:draw_judged",
-    "Link": "correlation",
+    "Correlation": "correlation",
     "Measures": "measures",
     "MethodRanking": "ablation:draw_methods",
     "Needle": "needle:draw_needle",
@@ -36,15 +36,15 @@ FIGURES = {
     "Needle.plot_depths": "needle:draw_needle_depths",
     "Needle.plot_digits": "needle:draw_digits",
     "PairSavings": "budget:draw_savings",
+    "Patching": "patching",
     "Preferences": "quality:draw_preferred",
     "Quality": "quality:draw_quality",
-    "RegretResult": "regret",
+    "Regret": "regret",
     "Restriction": "ablation:draw_restriction",
     "SafeBudgets": "budget:draw_safe_budget",
     "SampleSeries": "layers:draw_last_layer",
     "Split": "split",
     "Stability": "stability",
-    "Swap": "patching",
     "Tokens": "tokens",
 }
 """Class of a result, or its method where it has several figures -> the module that draws it, and its function, by
@@ -52,7 +52,7 @@ default `draw`."""
 
 
 def draw(name: str, result: Result, width_mm: float) -> Figure:
-    """Draw a result as the figure of a name in `FIGURES`, whose module is imported only now, and matplotlib with it.
+    """Draw a result as the figure of a name in `FIGURES`, importing its module, and matplotlib with it, on use.
 
     Raises UnknownNameError for a result that has no figure.
     """

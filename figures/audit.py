@@ -1,4 +1,4 @@
-"""What an audited eviction keeps, by layer and position, and how far its decoding lies from the masked reference."""
+"""The figure of an audit: kept share by layer and position, and the decoding's distance from the masked reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from perturbkv.analyses.audit.audit import AuditResult
+from perturbkv.analyses.audit.audit import Audit
 from perturbkv.analyses.audit.faults import FLOORS
 from perturbkv.escaping import line
 from perturbkv.figures import style
@@ -19,8 +19,8 @@ _LEAST = 0.05
 _COLOURS = "cividis"
 
 
-def draw(result: AuditResult, width_mm: float = style.WIDE_MM) -> Figure:
-    """Two panels, side by side or one above the other: the kept share, and noise floors by layer."""
+def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw two panels, side by side or one above the other: the kept share, and noise floors by layer."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
@@ -33,7 +33,7 @@ def draw(result: AuditResult, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _kept_share(figure: Figure, axes: Axes, result: AuditResult) -> None:
+def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
     shares = result.kept_share(_BINS)
     if np.isnan(shares).all():
         style.note(axes, "no kept sets were found", middle=True)
@@ -49,13 +49,13 @@ def _kept_share(figure: Figure, axes: Axes, result: AuditResult) -> None:
     bar.outline.set_visible(False)
 
 
-def _distance(axes: Axes, result: AuditResult) -> None:
-    found = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
-    if not found:
+def _distance(axes: Axes, result: Audit) -> None:
+    by_situation = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
+    if not by_situation:
         style.note(axes, "no layer was seen while it decoded", middle=True)
         axes.set_axis_off()
         return
-    for (name, floors), colour in zip(found.items(), style.category_colours(len(found)), strict=True):
+    for (name, floors), colour in zip(by_situation.items(), style.category_colours(len(by_situation)), strict=True):
         shown = np.fmax(floors, _LEAST)
         axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, marker="o", markersize=2)
     axes.axhline(FLOORS, color="0.3", linewidth=0.8, linestyle="--", gid="limit")

@@ -1,6 +1,6 @@
-"""How tight the bounds are: ratios per budget, tightness against retained mass, rank agreement; heat maps per head.
+"""Figures of the bounds: ratios per budget, tightness against retained mass, rank agreement, and maps per head.
 
-Heat maps of σ, layer × head, three readings, one row of maps each, per budget and α (paper, figure 4).
+The maps of σ are layer × head, three readings, a row each, per budget and α (paper, figure 4).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from perturbkv.analyses import text
 from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAssumption
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
@@ -22,77 +23,82 @@ from perturbkv.analyses.pairing import budgets, folded
 from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, panels, style
-from perturbkv.figures.labels import by_held
+from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols
 
 _ROW_MM, _NARROW_MM = 72, 120
 _MEDIAN = OVER_SAMPLES.index(0.5)
 _LEAST_IN_BIN = 10
-"""A bin with fewer values says nothing of a distribution."""
+"""A bin with fewer values is not drawn."""
 _BANDS = 2
-"""More curves than this carry no bands: these would hide each other."""
+"""More curves than this have no bands, which would hide each other."""
 _WIDE, _LETTERS, _ACROSS = 5, 16, 34
-"""Maps beside each other, letters over one, and letters under a panel."""
+"""Maps per row, letters above one, and letters under a panel."""
 
 
 def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
-    """Three panels, by budget, of the configurations of one selection. One column is 120 mm tall."""
+    """Draw three panels, by budget, of the configurations of one selection. One column is 120 mm tall."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        configs = by_held(result.shown, lambda config: config.held)
+        configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
         ranked = _in_order([one for one in result.agreements if one.correlations], configs)
         named, settings = _named(configs, ranked)
-        said = f"{_held(configs)} · {_bars(len(configs), result.identity.samples)}"
-        further = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, said, width_mm)
+        about = f"{_cache_shares(configs)} · {_bars(len(configs), result.identity.samples)}"
+        further = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, about, width_mm)
         figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
             panel.yaxis.label.set_size(6.5)
-        legend = style.legend_beside if narrow else style.legend_below
+        legend = style.legend_right if narrow else style.legend_below
         legend(axes[0], _ratios(axes[0], configs, named.ticks), 2)
         curves = _against_mass(axes[1], configs, named.ticks)
         legend(axes[1], [] if named.key else curves, 3)
         legend(axes[2], _agreement(axes[2], ranked, settings), 2)
         for panel in (axes[0], axes[2]) if named.key else ():
             panel.set_xlabel("configuration, named below", size="medium")
-        style.foot(figure, result.identity, said)
-        below = style.foot_mm(result.identity, said, width_mm)
+        style.foot(figure, result.identity, about)
+        below = style.foot_mm(result.identity, about, width_mm)
         labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
 
 
 def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
-    """What stands under the first panel with its key, and what under the last: a setting has its configuration's."""
+    """Return the names under the first panel with their key, and those under the last one.
+
+    A setting under the last panel has its configuration's name.
+    """
     shown = [config.config for config in configs]
     firsts = budgets([agreement.telling for agreement in ranked], "selection")
     own = budgets(shown)
     if labels.key_fits(own) and labels.key_fits(firsts):
         return labels.key_names(own, False), labels.key_names(firsts, False).ticks
-    found = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
-    others = [name for name, place in zip(firsts, found, strict=True) if place is None]
+    indices = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
+    others = [name for name, index in zip(firsts, indices, strict=True) if index is None]
     named, further = labels.key_names([*own, *others], True), iter(range(len(own), len(own) + len(others)))
-    settings = [named.ticks[next(further) if place is None else place] for place in found]
+    settings = [named.ticks[next(further) if index is None else index] for index in indices]
     return labels.KeyNames(named.ticks[: len(own)], named.key), settings
 
 
 def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
-    """As the configurations of the shown selection; as they came where one has none."""
-    held = {shown.config: shown.held for shown in configs}
-    return by_held(agreements, lambda agreement: max((held.get(one, -1.0) for one in agreement.configs), default=-1.0))
+    """Return the agreements in the order of the shown configurations; unchanged where one has none."""
+    held = {shown.config: shown.cache_share for shown in configs}
+    return sort_by_cache_share(
+        agreements, lambda agreement: max((held.get(one, -1.0) for one in agreement.configs), default=-1.0)
+    )
 
 
 def _bars(configs: int, samples: int) -> str:
-    """What each panel's bars are: the first two are spreads over samples and heads, the last one intervals."""
+    """Return the legend of bars: in the first two panels spreads over samples and heads, in the last intervals."""
     band = ", quartiles" if configs <= _BANDS else ""
     spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
     return f"{spreads} · third: {style.about(samples)}; below: heads ranked, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
-    """L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples carry a dot."""
+    """Draw L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples have a dot."""
     with style.use():
         wide = 2 if width_mm < style.WIDE_MM else _WIDE
-        configs = by_held(result.shown, lambda config: config.held)
+        configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
         maps = [_map(name, config) for name, config in zip(_names(configs), configs, strict=True)]
         largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
         figure = panels.draw_maps(
@@ -102,47 +108,47 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
             "Tightness of Theorem 2 by head",
             result.identity.layer,
         )
-        style.foot(figure, result.identity, f"{_held(configs)} · n = {result.identity.samples} samples")
+        style.foot(figure, result.identity, f"{_cache_shares(configs)} · n = {result.identity.samples} samples")
     return figure
 
 
-def _held(configs: Sequence[Tightness]) -> str:
-    """What the caches hold, by budget."""
-    shares = dict.fromkeys(f"{shown.config.budget}: {style.number(shown.held)}" for shown in configs)
+def _cache_shares(configs: Sequence[Tightness]) -> str:
+    """Return the cache share by budget, in words."""
+    shares = dict.fromkeys(f"{shown.config.budget}: {text.cache_share(shown.cache_share)}" for shown in configs)
     return f"held / full of b={', '.join(shares)}"
 
 
 def _map(name: str, config: Tightness) -> panels.Map:
     spread = config.spreads[RATIOS[0]]
-    median = f"median {style.number(float(spread.evidence[2]))}"
+    median = f"median {text.decimal(float(spread.evidence[2]))}"
     return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
 
 
 def _names(configs: Sequence[Tightness]) -> list[str]:
-    """Names of budgets, each part on lines of its own: maps stand close together."""
+    """Return names of budgets, each part on lines of its own, as maps are narrow."""
     names = budgets([shown.config for shown in configs])
     return ["\n".join(folded(part, _LETTERS) for part in parts) for parts in names]
 
 
 def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
-    """The budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
+    """Return the budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
     units = dict.fromkeys(config.budget.unit for config in configs)
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
 def _name_budgets(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
-    """The axis' name, smaller where it would leave a panel of a third of a page."""
+    """Set the axis label, in a smaller font where it would exceed a panel of a third of a page."""
     axes.set_xlabel(_budget_axis(configs))
     if len(axes.get_xlabel()) > _ACROSS:
         axes.xaxis.label.set_fontsize(6.2)
 
 
 def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
-    """Median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow beside it. Returns the legend."""
+    """Draw median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow. Return the legend."""
     colours = style.category_colours(len(RATIOS))
-    for place, config in enumerate(configs):
+    for index, config in enumerate(configs):
         for number, (name, colour) in enumerate(zip(RATIOS, colours, strict=True)):
-            x = place + (number - (len(RATIOS) - 1) / 2) * 0.2
+            x = index + (number - (len(RATIOS) - 1) / 2) * 0.2
             spread = config.spreads[name]
             _bar(axes, x, spread.evidence, colour, name)
             flagged = style.positive(spread.flagged)[2]
@@ -165,7 +171,7 @@ def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> l
 
 
 def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
-    """25–75 % a bar, the median a dot; nothing where there is no positive value."""
+    """Draw the quartiles as a bar and the median as a dot; nothing where no value is positive."""
     shown = style.positive(quantiles)
     if np.isnan(shown[2]):
         return
@@ -175,7 +181,7 @@ def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) 
 
 
 def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Artist]:
-    """L/θ by retained mass, a curve per budget, with bands where these are few. Returns the legend."""
+    """Draw L/θ by retained mass, a curve per budget, with bands where these are few. Return the legend."""
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
     colours, top = style.ordered_colours(len(configs)), 0.0
     for name, config, colour in zip(names, configs, colours, strict=True):
@@ -195,14 +201,14 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
 
 
 def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
-    """Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
+    """Draw Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
 
-    No point where fewer than five samples have such heads. Returns the legend.
+    No point where fewer than five samples have such heads. Return the legend.
     """
-    for place, agreement in enumerate(ranked):
+    for index, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
             if correlation.evidence_samples >= LEAST:
-                _correlation(axes, place, correlation)
+                _correlation(axes, index, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), names)
     _name_budgets(axes, [agreement.telling for agreement in ranked])
@@ -216,26 +222,26 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
         style.note(axes, "needs three or more selections per budget", middle=True)
     elif not axes.containers:
         style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection", middle=True)
-    for place, agreement in enumerate(ranked):
-        axes.text(place, 0.02, _told(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
+    for index, agreement in enumerate(ranked):
+        axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
                   fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
     handles = [_dot(colour, colour, symbols(name)) for name, colour in _colours().items()]
     return [*handles, _dot("0.3", "white", "controls included")]
 
 
-def _told(agreement: RankAgreement) -> str:
-    """How many heads of all samples the first bound's ρ is of, and in how many samples: θ's, of the contenders."""
+def _counts_text(agreement: RankAgreement) -> str:
+    """Return the number of heads and of samples behind the first bound's (θ's) ρ among the contenders."""
     one = agreement.correlations[0]
     return f"{one.evidence_values:,}\nin {one.evidence_samples}"
 
 
-def _correlation(axes: Axes, place: int, correlation: RankCorrelation) -> None:
+def _correlation(axes: Axes, index: int, correlation: RankCorrelation) -> None:
     filled = set(correlation.selections) <= set(CONTENDERS)
     colour = _colours()[correlation.bound]
     axes.errorbar(
-        [place + (BOUNDS.index(correlation.bound) - 1) * 0.2],
+        [index + (BOUNDS.index(correlation.bound) - 1) * 0.2],
         [correlation.evidence_mean],
-        yerr=style.bars(correlation.evidence_mean, correlation.evidence_interval),
+        yerr=style.bars(correlation.evidence_mean, correlation.evidence_mean_interval),
         color=colour,
         marker="o",
         markersize=3.6,
@@ -258,7 +264,7 @@ _Named = tuple[str, ConfigAssumption]
 
 
 def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
-    """σ from 0 to 1 on colours that part at 0.5; heads whose mean σ is at most 0.5 carry a dot."""
+    """Draw σ from 0 to 1 on a colour map with its centre at 0.5; heads whose mean σ is at most 0.5 have a dot."""
     with style.use():
         label = "σ or S (attention mass), mean over samples\norange, with a dot: ≤ 0.5"
         figure = panels.draw_maps(
@@ -273,17 +279,17 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
 
 
 def _rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
-    """One column: the readings side by side, a row per configuration. Two columns: the other way round.
+    """Return rows of maps. One column: the readings side by side, a row per configuration; two: the other way round.
 
-    Configurations in order of what their caches hold; a name that a row or a column shares stands once.
+    Configurations are sorted by cache share; a name that a row or a column shares is written once.
     """
-    configs = by_held(result.configs, lambda config: config.held)
+    configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
     names = [_name(name, config) for name, config in zip(_assumption_names(configs), configs, strict=True)]
     named = list(zip(names, configs, strict=True))
     if narrow:
         return [
-            [_assumption_map(READINGS[reading] if place == 0 else "", config, reading, name) for reading in READINGS]
-            for place, (name, config) in enumerate(named)
+            [_assumption_map(READINGS[reading] if index == 0 else "", config, reading, name) for reading in READINGS]
+            for index, (name, config) in enumerate(named)
         ]
     return [
         row
@@ -293,10 +299,10 @@ def _rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
 
 
 def _chunk(named: Sequence[_Named]) -> list[list[panels.Map]]:
-    """A row per reading, the configurations named above the first."""
+    """Return a row per reading, with the configurations' names above the first."""
     return [
-        [_assumption_map(name if place == 0 else "", config, reading, READINGS[reading]) for name, config in named]
-        for place, reading in enumerate(READINGS)
+        [_assumption_map(name if index == 0 else "", config, reading, READINGS[reading]) for name, config in named]
+        for index, reading in enumerate(READINGS)
     ]
 
 
@@ -305,10 +311,10 @@ def _assumption_names(configs: Sequence[ConfigAssumption]) -> list[str]:
 
 
 def _name(name: str, config: ConfigAssumption) -> str:
-    return f"{folded(f'b={name}', _NAME)}\nheld / full {style.number(config.held)}"
+    return f"{folded(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
 
 
 def _assumption_map(above: str, config: ConfigAssumption, variable: str, row: str) -> panels.Map:
     reading = config.readings[variable]
-    share = style.percent(reading.share, reading.share_interval)
+    share = text.percent(reading.share, reading.share_interval)
     return panels.Map("\n".join(filter(None, (above, share))), reading.mean, reading.failing, row)

@@ -1,15 +1,13 @@
-"""Two curves over their budgets, an arrow from each of the treatment's to the baseline's equal (paper, figure 1).
+"""Figures over budgets: savings (paper, figure 1), cliffs, safe budgets, and caches of equal bytes.
 
-KL of the next token over budgets, both logarithmic: where each method passes the thresholds.
-
-Means and their one-sided bounds over budgets, the limit, and the smallest budget that keeps to it.
-
-Perturbation and scores of caches of equal bytes: a line per number of bits, a column per method.
+Savings: two curves, an arrow from each of the treatment's budgets to the baseline's equal one. Cliffs: KL of the next
+token, both axes logarithmic, with the thresholds. Safe budgets: means with one-sided bounds, the limit, and the
+smallest safe budget. Equal bytes: perturbation and scores, a line per number of bits, a column per method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -19,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from perturbkv.analyses import text
 from perturbkv.analyses.budget.budget_equivalence import MEASURES, Level, MeasuredSavings, Point
 from perturbkv.analyses.budget.cliff import Cliff, Cliffs
 from perturbkv.analyses.budget.criteria import Verdict
@@ -26,7 +25,6 @@ from perturbkv.analyses.budget.equal_bytes import EqualBytes, Row, Setting
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.analyses.budget.savings import PairSavings
 from perturbkv.analyses.pairing import common, folded, short_names, side_names
-from perturbkv.analyses.quality.score_columns import Mean
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import Label, place_labels
@@ -43,7 +41,7 @@ _LOOKS = (("0.45", "s", "--"), (None, "o", "-"))
 
 
 def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per measure."""
+    """Draw a panel per measure."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result.measures)
         figure = style.figure(width_mm, _ROW_MM * (count if narrow else 1) + 6)
@@ -56,7 +54,7 @@ def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure
         said = style.about(result.identity.samples, medians=kl)
         style.foot(figure, result.identity, f"bars on arrows: intervals of b* · {said}")
         for axes, one in panels:  # when all else has its place
-            place_labels(axes, [_label(axes, point, one) for point in one.points if point.reached.told])
+            place_labels(axes, [_label(axes, point, one) for point in one.points if point.equivalent.known])
     return figure
 
 
@@ -70,7 +68,7 @@ def _panel(axes: Axes, one: MeasuredSavings, along: str) -> None:
     style.log_axes(axes, x=True, y=one.measure != "score")
     low, high = axes.get_xlim()
     for point in one.points:
-        if not point.reached.flat:
+        if not point.equivalent.flat:
             _arrow(axes, point, one, (low, high))
     axes.set_xlim(low, high)
 
@@ -101,27 +99,28 @@ def _scaled(values: np.ndarray, measure: str) -> np.ndarray:
 
 
 def _arrow(axes: Axes, point: Point, one: MeasuredSavings, limits: tuple[float, float]) -> None:
-    """From the treatment's budget to the baseline's for the same; to the panel's edge where that lies beyond it."""
+    """Draw an arrow from the treatment's budget to the baseline's equal one, or to the edge where that is beyond."""
     level = float(_scaled(np.array([point.level]), one.measure)[0])
-    end = point.reached.value if point.reached.told else limits[point.reached.value > 0]
-    colour, interval = _looks(1)["color"], point.reached.interval
+    end = point.equivalent.value if point.equivalent.known else limits[point.equivalent.value > 0]
+    colour, interval = _looks(1)["color"], point.equivalent.interval
     style_of = {"arrowstyle": "-|>", "color": colour, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 0, "mutation_scale": 6}
     drawn = axes.annotate("", (end, level), (point.at, level), arrowprops=style_of)
     drawn.set_gid(f"arrow {one.measure}")
-    if interval is not None and point.reached.told:
+    if interval is not None and point.equivalent.known:
         ends = np.clip([interval.low, interval.high], *limits)
         axes.plot(ends, [level, level], color=colour, linewidth=2.4, alpha=0.3, solid_capstyle="butt", zorder=1,
                   gid=f"interval {one.measure}")  # fmt: skip
 
 
 def _label(axes: Axes, point: Point, one: MeasuredSavings) -> Label:
-    """The saving, beside the arrow's head and its interval."""
-    interval, limits = point.reached.interval, axes.get_xlim()
-    ends = [point.reached.value] if interval is None else [point.reached.value, interval.low, interval.high]
+    """Return the label of the saving, beside the arrow's head and its interval."""
+    interval, limits = point.equivalent.interval, axes.get_xlim()
+    ends = [point.equivalent.value] if interval is None else [point.equivalent.value, interval.low, interval.high]
     left, right = np.clip([min(ends), max(ends)], *limits)
-    said = f"{_PERCENT * point.saving:z.0f} %".replace("-", "−")
     height = float(_scaled(np.array([point.level]), one.measure)[0])
-    return Label(said, float(left), float(right), height, forward=point.reached.value >= point.at)
+    return Label(
+        text.percent(point.saving), float(left), float(right), height, forward=point.equivalent.value >= point.at
+    )
 
 
 def _legend(one: MeasuredSavings) -> list[Line2D]:
@@ -134,14 +133,14 @@ def _legend(one: MeasuredSavings) -> list[Line2D]:
 
 _WIDE_MM, _NARROW_MM = 84, 92
 _APART, _TOGETHER = 0.022, 0.09
-"""Of the panel's height, by which neighbouring methods' marks lie apart, and those of all at most: on the threshold
-they would hide."""
+"""Shares of the panel's height: distance of neighbouring methods' marks, and the largest of all marks, which would
+otherwise hide each other on the threshold."""
 _BANDS = 4
 """More bands than these hide one another: of more methods the medians alone are drawn."""
 
 
 def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
-    """Medians, of few methods with bands, a dashed line per threshold, and on it each crossing with its interval."""
+    """Draw medians, with bands for few methods, and each crossing of a threshold's dashed line with its interval."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _NARROW_MM if narrow else _WIDE_MM)
@@ -173,7 +172,7 @@ def _cliff_curve(axes: Axes, one: Cliff, colour: Any, marker: str, *, band: bool
 
 
 def _thresholds(axes: Axes, result: Cliffs) -> None:
-    """Lines and crossings; what lies beyond the budgets measured ends at the panel's edge, without a mark."""
+    """Draw lines and crossings; one beyond the measured budgets ends at the panel's edge, without a mark."""
     colours, limits = style.category_colours(len(result)), axes.get_xlim()
     low, high = axes.get_ylim()
     apart = min(_APART, _TOGETHER / len(result))
@@ -192,7 +191,7 @@ def _crossing(axes: Axes, one: Cliff, place: int, look: tuple[float, Any], limit
         ends = np.clip([passed.interval.low, passed.interval.high], *limits)
         axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
                   gid=f"interval {one.name}")  # fmt: skip
-    if passed.told:
+    if passed.known:
         axes.plot([passed.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
                   gid=f"crossing {one.name}")  # fmt: skip
 
@@ -201,12 +200,12 @@ _SAFE_BUDGET_ROW_MM, _LINE_MM = 66, 4
 _LABELS = {"kl": "mean KL (nat)", "drop": "mean drop of the score (points)", "top1": "share of the same token"}
 _SAFE_BUDGET_TITLES = {"kl": "Next token's distribution", "drop": "Score of the answers", "top1": "Same next token"}
 _ASIDE = 1.03
-"""By which equal selections stand aside, so that each is seen."""
+"""Factor between equal selections' budgets, so that each is visible."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 
 def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per criterion, one line per selection; full marks are safe, the ringed one is the smallest."""
+    """Draw a panel per criterion, one line per selection; filled marks are safe, the ringed one is the smallest."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result[0].verdicts)
         handles = _safe_budget_legend(result)
@@ -231,7 +230,7 @@ def _safe_budget_panel(axes: Axes, result: SafeBudgets, place: int) -> None:
     looks = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     for number, (one, colour, marker, dash) in enumerate(looks):
         _line(axes, one.verdicts[place], {"color": colour, "marker": marker, "linestyle": dash}, scale,
-              _beside(number, len(result)))  # fmt: skip
+              _shift(number, len(result)))  # fmt: skip
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[place].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
@@ -241,21 +240,21 @@ def _safe_budget_panel(axes: Axes, result: SafeBudgets, place: int) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _beside(number: int, count: int) -> float:
-    """The factor by which one of several equal things stands aside on the budgets' logarithmic axis."""
+def _shift(number: int, count: int) -> float:
+    """Return the factor that shifts one of several equal budgets on the logarithmic axis."""
     return float(_ASIDE ** (number - (count - 1) / 2))
 
 
-def _line(axes: Axes, told: Verdict, look: dict[str, Any], scale: float, aside: float) -> None:
-    """Means with whiskers to their bounds, beside those of the others; hollow where nothing says that they are safe."""
-    budgets = aside * np.array([one.config.budget.value for one in told.budgets], dtype=float)
-    means, bounds = (scale * np.array([getattr(one, name) for one in told.budgets]) for name in ("mean", "bound"))
+def _line(axes: Axes, limited: Verdict, look: dict[str, Any], scale: float, aside: float) -> None:
+    """Draw means with whiskers to their bounds; hollow where safety is not shown."""
+    budgets = aside * np.array([one.config.budget.value for one in limited.budgets], dtype=float)
+    means, bounds = (scale * np.array([getattr(one, name) for one in limited.budgets]) for name in ("mean", "bound"))
     known, colour = np.isfinite(bounds), look["color"]
-    axes.plot(budgets, means, linewidth=0.9, gid=f"means {told.criterion.name}", **{**look, "marker": ""})
+    axes.plot(budgets, means, linewidth=0.9, gid=f"means {limited.criterion.name}", **{**look, "marker": ""})
     axes.vlines(budgets[known], means[known], bounds[known], color=colour, linewidth=0.7)
     axes.plot(budgets[known], bounds[known], color=colour, linestyle="", marker="_", markersize=4,
-              gid=f"bounds {told.criterion.name}")  # fmt: skip
-    safe = np.array([one.tested and one.holds for one in told.budgets])
+              gid=f"bounds {limited.criterion.name}")  # fmt: skip
+    safe = np.array([one.tested and one.holds for one in limited.budgets])
     for held, fill in ((safe, colour), (~safe, "white")):
         axes.plot(budgets[held], means[held], color=colour, linestyle="", marker=look["marker"], markersize=3,
                   markerfacecolor=fill, gid="safe" if fill is colour else "not safe")  # fmt: skip
@@ -275,22 +274,21 @@ def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
 _PANEL_MM, _AROUND_MM = 52, 24
 _LETTERS = 34
 _EQUAL_BYTES_APART = 0.012
-"""Of the x axis' decade, between lines of one budget."""
+"""Share of a decade of the x axis between lines of one budget."""
 _ALL = "everything"
-Reading = Callable[[Row], Mean | None]
 
 
 def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Figure:
-    """Columns: what shares all but budget and bits. Rows: perturbation, and below it the answers' scores."""
+    """Draw a column per method; the rows are perturbation and, below it, the answers' scores."""
     with style.use():
         columns = _columns(result.settings)
-        readings: list[tuple[str, Reading]] = [("last layer's L1 / ‖o‖₁", lambda row: row.moved)]
-        readings += [("score × 100", lambda row: row.score)] if result.full is not None else []
+        readings = [("last layer's L1 / ‖o‖₁", "perturbation")]
+        readings += [("score × 100", "score")] if result.full_score is not None else []
         figure = style.figure(width_mm, len(readings) * _PANEL_MM + _AROUND_MM)
         panels = figure.subplots(len(readings), len(columns), squeeze=False, sharey="row", sharex=True)
         for line, (name, reading) in zip(panels, readings, strict=True):
             for place, (axes, some) in enumerate(zip(line, columns.values(), strict=True)):
-                _equal_bytes_panel(axes, some, result, reading, scored=name.startswith("score"))
+                _equal_bytes_panel(axes, some, result, reading, scored=reading == "score")
                 axes.set_ylabel("" if place else name)
         for axes, name in zip(panels[0], columns, strict=True):
             axes.set_title(folded(name, _LETTERS), loc="left")
@@ -304,7 +302,7 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
 
 
 def _columns(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
-    """Settings that differ in budget alone, by what tells them from the others."""
+    """Return the settings that differ in budget alone, by a distinct name."""
     names = short_names([one.baseline for one in settings], "budget")
     found: dict[str, list[Setting]] = {}
     for one, name in zip(settings, names, strict=True):
@@ -312,43 +310,42 @@ def _columns(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
     return found
 
 
-def _equal_bytes_panel(axes: Axes, some: Sequence[Setting], result: EqualBytes, reading: Reading, scored: bool) -> None:
+def _equal_bytes_panel(axes: Axes, some: Sequence[Setting], result: EqualBytes, reading: str, scored: bool) -> None:
     looks, factor = _equal_bytes_looks(result), 100 if scored else 1
     for place, bits in enumerate(looks):
         rows = [row for one in some for row in one.rows if row.config.bits == bits]
-        rows.sort(key=lambda row: row.stored)
+        rows.sort(key=lambda row: row.byte_share)
         aside = 10 ** (_EQUAL_BYTES_APART * (place - (len(looks) - 1) / 2))
         _equal_bytes_line(axes, rows, reading, factor, aside, gid=f"{bits} bits", **looks[bits])
         alone = [row for row in result.everything if row.config.bits == bits]
         _equal_bytes_line(axes, alone, reading, factor, aside, gid=f"{bits} bits, {_ALL}",
               **{**looks[bits], "marker": "*", "markersize": 6, "linestyle": ""})  # fmt: skip
-    if scored and result.full is not None:
-        axes.axhline(factor * result.full.value, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid="full")
+    if scored and result.full_score is not None:
+        axes.axhline(factor * result.full_score, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid="full")
     style.log_axes(axes, x=True, y=not scored)
     if scored:
         axes.set_ylim(bottom=0)
-    shares = sorted({round(100 * one.rows[0].stored, 1) for one in some})
+    shares = sorted({round(100 * one.rows[0].byte_share, 1) for one in some})
     axes.set_xticks(shares, [f"{share:g}" for share in shares])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=True, axis="y")
 
 
-def _equal_bytes_line(
-    axes: Axes, rows: Sequence[Row], reading: Reading, factor: float, aside: float, **look: Any
-) -> None:
-    found = [(row.stored, mean) for row in rows if (mean := reading(row)) is not None]
-    if not found:
+def _equal_bytes_line(axes: Axes, rows: Sequence[Row], reading: str, factor: float, aside: float, **look: Any) -> None:
+    shown = [(row, getattr(row, reading)) for row in rows if getattr(row, reading) is not None]
+    if not shown:
         return
-    bars = [bar for bar in (style.bars(mean.value, mean.interval) for _, mean in found) if bar is not None]
+    ends = [style.bars(value, getattr(row, f"{reading}_interval")) for row, value in shown]
+    bars = [bar for bar in ends if bar is not None]
     axes.errorbar(
-        [100 * share * aside for share, _ in found], [factor * mean.value for _, mean in found],
-        yerr=factor * np.hstack(bars) if len(bars) == len(found) else None, linewidth=0.9, elinewidth=0.6,
+        [100 * row.byte_share * aside for row, _ in shown], [factor * value for _, value in shown],
+        yerr=factor * np.hstack(bars) if len(bars) == len(shown) else None, linewidth=0.9, elinewidth=0.6,
         markerfacecolor="none", **{"markersize": 3.2, **look},
     )  # fmt: skip
 
 
 def _equal_bytes_looks(result: EqualBytes) -> dict[int, dict[str, Any]]:
-    """Colour and marker of each number of bits, most bits first."""
+    """Return colour and marker of each number of bits, most bits first."""
     bits = sorted({row.config.bits for row in result.rows}, reverse=True)
     colours = style.ordered_colours(len(bits))
     return {
@@ -365,7 +362,7 @@ def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
     if result.everything:
         marks.append(Line2D([], [], linestyle="", marker="*", markersize=6, markerfacecolor="none", color="0.3",
                             label="everything kept"))  # fmt: skip
-    if result.full is not None:
+    if result.full_score is not None:
         marks.append(Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label="full cache"))
     return marks
 

@@ -1,4 +1,4 @@
-"""Does perturbation tell what an answer will be worth? Ranks and areas by measure, and how often answers are lost."""
+"""Figure of the score correlation: ranks and areas by measure, and how often answers are lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.correlation.correlation import Link
+from perturbkv.analyses import text
+from perturbkv.analyses.correlation.correlation import Correlation
 from perturbkv.analyses.correlation.correlation_settings import Setting
 from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
 from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
@@ -18,23 +19,23 @@ from perturbkv.analyses.measurements import CIRCULAR_MEASURES
 from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held
+from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols, typeset
 
 _ROW_MM, _CURVES_MM, _AROUND_MM, _LINE_MM = 70, 58, 16, 3.6
 _SPREAD = 0.56
-"""What the points of one measure take of the room between two."""
+"""Share of a row that the points of one measure take."""
 _GAP = 0.9
-"""Room, in rows, for the words above what is circular."""
+"""Height, in rows, of the words above the circular measures."""
 _PLACES = {name: place + (_GAP if name in CIRCULAR_MEASURES else 0) for place, name in enumerate(NAMES)}
 _DEALT = "0.82"
 
 
-def draw(result: Link, width_mm: float = style.WIDE_MM) -> Figure:
-    """Above, a point per measure and setting; below, curves of the headline and of the attention given up."""
+def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw above a point per measure and setting, below the curves of the headline and of the attention given up."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        settings = by_held(result.settings, lambda one: float(one.held.mean()))
+        settings = sort_by_cache_share(result.settings, lambda one: float(one.cache_shares.mean()))
         legend = len(settings) * (1 if narrow else 0.5) + 1
         height = (_ROW_MM + _CURVES_MM) * (2 if narrow else 1) + _AROUND_MM + legend * _LINE_MM
         figure = style.figure(width_mm, height)
@@ -49,12 +50,12 @@ def draw(result: Link, width_mm: float = style.WIDE_MM) -> Figure:
         figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
         for panel in axes[:2]:
             typeset(panel.get_yticklabels())
-        style.foot(figure, result.identity, _told(result))
+        style.foot(figure, result.identity, _foot_text(result))
     return figure
 
 
-def _told(result: Link) -> str:
-    """What n and the bars are: each point has an n of its own."""
+def _foot_text(result: Correlation) -> str:
+    """Return the legend of n and of the bars: each point has an n of its own."""
     answered = sum(part.answered for part in result.parts)
     return (
         f"of the {counted(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
@@ -89,12 +90,12 @@ def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> N
 
 
 def _silence(axes: Axes, settings: Sequence[Setting]) -> None:
-    reasons = dict.fromkeys(one.silence() for one in settings)
+    reasons = dict.fromkeys(one.silence for one in settings)
     style.note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
 
 
 def _shifts(count: int) -> list[float]:
-    """Where the points of one measure lie around its row, the first setting's on top."""
+    """Return the offsets of one measure's points from its row, the first setting's on top."""
     return [0.0] if count == 1 else list(np.linspace(-_SPREAD / 2, _SPREAD / 2, count))
 
 
@@ -105,7 +106,7 @@ def _point(axes: Axes, place: float, value: float, interval: Any, colour: Any, g
 
 
 def _band(axes: Axes, place: float, low: float, high: float) -> None:
-    """What the methods' names alone show, behind the point."""
+    """Draw the band of the method identity baseline, behind the point."""
     if not np.isnan(low):
         axes.plot([low, high], [place, place], color=_DEALT, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
 
@@ -144,8 +145,8 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
 
 
 def _label(one: Setting) -> str:
-    """Budget, methods, what their caches hold, and the prompts that decide, or why none does."""
-    held = " to ".join(dict.fromkeys(map(style.number, one.held_ends)))
+    """Return budget, methods, cache share, and the deciding prompts, or why none decides."""
+    held = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     deciding = one.strength(HEADLINE)
-    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence().split(";")[0]
+    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence.split(";")[0]
     return f"b={one.name}: {len(one.configs)} methods, held / full {held}, {n}"

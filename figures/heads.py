@@ -1,8 +1,6 @@
-"""Head-wise scatter: a point per head, one selection against another, below the diagonal is better (paper, fig. 2).
+"""Figures of `heads`: a point per head, one selection against another, alone or a panel per pair (paper, fig. 2).
 
-The points of a head-wise scatter, and axes that a few far heads do not empty.
-
-Many head-wise scatters side by side, on one scale: a panel per pair, propagated perturbation (paper, fig. 2).
+Below the diagonal is better.
 """
 
 from __future__ import annotations
@@ -18,26 +16,27 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.pairing import common, counted, folded, short_names, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held, held_sides
+from perturbkv.figures.labels import held_sides, sort_by_cache_share
 
 FLAG_COLOUR = "#c1272d"
 _DECADES_BELOW = 1000.0
 _FEW, _EMPTY = 0.01, 0.15
-"""So few of the heads, one at least, leave the axes where they alone would take so much of them, or more."""
+"""Heads at one end are left outside where at most this share of them, or one, would take this share of the axes."""
 _MARGIN = 0.04
 
 
 def scatter(
     axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], ends: tuple[float, float], scale: float = 1.0
 ) -> None:
-    """A point per head: ties as crosses, flagged heads ringed, heads outside the axes as triangles on their edge.
+    """Draw a point per head: ties as crosses, flagged heads ringed, heads outside the axes as triangles on their edge.
 
-    `scale` is that of the points' areas: small panels take smaller ones.
+    `scale` multiplies the points' areas, for small panels.
     """
     layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
     colours: dict[str, Any] = {
@@ -62,13 +61,13 @@ def scatter(
 
 
 def outside(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]:
-    """(layer, head) True where a mean lies beyond the axes."""
+    """Return (layer, head) True where a mean is beyond the axes."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean])
     return np.asarray(((both < ends[0]) | (both > ends[1])).any(axis=0))
 
 
 def _pointing(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
-    """Triangle -> (layer, head) whose mean lies beyond the axes on the side that it points to."""
+    """Return triangle -> (layer, head) whose mean is beyond the axes on the side that it points to."""
     x, y = kind.baseline_mean, kind.treatment_mean
     sides = {"v": y < ends[0], "^": y > ends[1]}
     sides |= {"<": (x < ends[0]) & ~sides["v"], ">": (x > ends[1]) & ~sides["^"]}
@@ -76,7 +75,7 @@ def _pointing(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np
 
 
 def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
-    """Ends that hold all heads of all panels but the few of each that would empty a part of the axes."""
+    """Return axis ends that include all heads of all panels but the few of each that would leave the axes empty."""
     found = [ends for ends in map(_ends, kinds) if ends]
     if not found:
         return 0.1, 10.0
@@ -86,7 +85,7 @@ def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
 
 
 def _ends(kind: HeadKind) -> tuple[float, float] | None:
-    """Logarithms of the least and the largest mean that the axes hold; None where all are 0."""
+    """Return the logarithms of the least and the largest mean inside the axes; None where all are 0."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)
     positive = both[both > 0]
     if not positive.size:
@@ -95,30 +94,30 @@ def _ends(kind: HeadKind) -> tuple[float, float] | None:
     lows = np.sort(np.log10(both.min(axis=0)[held])) if held.any() else np.log10(positive[:1])
     highs = np.sort(np.log10(both.max(axis=0)[both.max(axis=0) > 0]))
     most = max(1, int(_FEW * both.shape[1]))
-    low = lows[_left_out(lows - lows[0], highs[-1] - lows[0], most)]
-    high = highs[-1 - _left_out(highs[-1] - highs[::-1], highs[-1] - low, most)]
+    low = lows[_outlier_count(lows - lows[0], highs[-1] - lows[0], most)]
+    high = highs[-1 - _outlier_count(highs[-1] - highs[::-1], highs[-1] - low, most)]
     return float(min(low, high)), float(max(low, high))
 
 
-def _left_out(inwards: NDArray[np.float64], span: float, most: int) -> int:
-    """How many of the heads at one end leave, by their distance from it: those before the last wide gap."""
+def _outlier_count(inwards: NDArray[np.float64], span: float, most: int) -> int:
+    """Return how many heads at one end are outside, by their distance from it: those before the last wide gap."""
     gaps = np.diff(inwards[: most + 1])
     wide = np.flatnonzero(gaps > _EMPTY * span)
     return int(wide[-1]) + 1 if wide.size else 0
 
 
 def _size(heads: int) -> float:
-    """Smaller points where there are many."""
+    """Return the points' area, smaller for many heads."""
     return 14.0 if heads <= 400 else 7.0
 
 
 _HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
 _LETTERS, _TITLE_LINES = 40, 4
-"""Of a title's or an axis' line, and lines of a usual title."""
+"""Letters per line of a title or an axis label, and lines of a usual title."""
 
 
 def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
-    """Two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
+    """Draw two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
     with style.use():
         narrow, height = width_mm < style.WIDE_MM, _LINE_MM * _further_lines(result)
         figure = style.figure(width_mm, (_NARROW_MM + height) * 2 if narrow else _HEIGHT_MM + height)
@@ -128,13 +127,13 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
         style.layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        style.foot(figure, result.identity, f"held / full {held_sides(result.held)} · {told(result)}")
+        style.foot(figure, result.identity, f"held / full {held_sides(result.held)} · {foot_text(result)}")
     return figure
 
 
-def told(result: HeadComparison) -> str:
-    """What shares, counts, ties and brackets are."""
-    flips = result.propagated.decided.flips
+def foot_text(result: HeadComparison) -> str:
+    """Return the legend of shares, counts, ties and brackets."""
+    flips = result.propagated.sign_flips.flips
     return (
         "share: mean of samples; counts: by heads' means; Σ: over heads and samples · tied: within 2 noise floors, or "
         f"the same entries kept · beyond chance: {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 % · "
@@ -157,10 +156,10 @@ def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
 
 
 def _title(kind: HeadKind, name: str, over: str) -> str:
-    share = style.percent(kind.better_share, kind.better_share_interval)
-    counts = f"{kind.improved_count} better, {kind.worsened_count} worse, {kind.tied_count} tied"
-    beyond = f"beyond chance: {kind.decided.better} better, {kind.decided.worse} worse"
-    ratio = style.ratio(kind.sum_ratio, kind.sum_ratio_interval)
+    share = text.percent(kind.better_share, kind.better_share_interval)
+    counts = f"{kind.improved} better, {kind.worsened} worse, {kind.tied} tied"
+    beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
+    ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{over}: {ratio}", counts, beyond]
     return "\n".join(folded(line, _LETTERS) for line in lines)
 
@@ -170,7 +169,7 @@ def _axis(side: str, name: str, unit: str) -> str:
 
 
 def _further_lines(result: HeadComparison) -> int:
-    """How many lines long names take beyond a figure of short ones: of the title and of the axis below."""
+    """Return how many more lines the title and the axis label have than with short names."""
     baseline, _ = side_names(result.baseline, result.treatment)
     unit = DISTANCES[result.distance].unit
     title = _title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
@@ -178,34 +177,36 @@ def _further_lines(result: HeadComparison) -> int:
 
 
 def legend(result: HeadComparison) -> list[Line2D]:
-    """The diagonal, rings, and crosses where there are ties."""
+    """Return the diagonal, rings, and crosses where there are ties."""
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
                markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5 ({counted(int(result.flagged.sum()), 'head')})"),
     ]  # fmt: skip
-    if result.isolated.tied_count or result.propagated.tied_count:
+    if result.isolated.tied or result.propagated.tied:
         entries.append(Line2D([], [], linestyle="", marker="x", markersize=3, color="0.5", label="tied"))
     return entries
 
 
 _HEAD_PANELS_LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
-"""Of a title's line, all around the panels, the bar below them, an axis' name where the last row is not full."""
+"""Heights: a title's line, all margins, the colour bar, an axis label where the last row is not full."""
 _MANY, _WIDE_MANY = 6, 9
-"""More pairs than these stand closer, in one column and in two, so that the figure stays on its page."""
+"""Numbers of pairs, in one column and in two, above which panels are smaller, so that the figure fits its page."""
 
 _SAID = "in the titles: isolated / propagated · ▼: heads outside the axes"
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """How panels stand.
+    """A layout of panels.
 
     Attributes:
-        columns: of panels; `panel_mm` the height of one without its title.
-        font: size of a title's letters; `letters` how many fit a line.
-        scale: of the points' areas.
-        split: whether a title's numbers of both kinds stand on a line each.
+        columns: panels per row.
+        panel_mm: height of a panel without its title.
+        font: size of a title's letters.
+        letters: letters that fit a line.
+        scale: factor of the points' areas.
+        split: whether a title has the numbers of both kinds on a line each.
     """
 
     columns: int
@@ -225,7 +226,7 @@ def _grid(pairs: int, width_mm: float) -> _Grid:
 
 
 def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Figure:
-    """The pairs of one baseline together, baselines that hold least first; each title holds both kinds' numbers.
+    """Draw the pairs of one baseline together, smallest caches first; each title holds both kinds' numbers.
 
     A single pair has the figure of `heads`, a panel per kind.
     """
@@ -237,7 +238,7 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         titles = _titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
-        shared, said = _shared(ordered), f"{_SAID} · {told(ordered[0])}"
+        shared, said = _shared(ordered), f"{_SAID} · {foot_text(ordered[0])}"
         further = style.long_foot_mm(result.identity, said, width_mm) + style.long_title_mm(shared, width_mm)
         further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
         figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
@@ -261,7 +262,7 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
 def _ordered(results: Sequence[HeadComparison]) -> list[HeadComparison]:
     baselines = list(dict.fromkeys(result.baseline for result in results))
     together = sorted(results, key=lambda result: baselines.index(result.baseline))
-    return by_held(together, lambda result: result.held[0])
+    return sort_by_cache_share(together, lambda result: result.held[0])
 
 
 def _head_panels_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
@@ -272,52 +273,52 @@ def _head_panels_panel(axes: Axes, result: HeadComparison, ends: tuple[float, fl
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
-    """Axes are named and numbered on the left and below alone."""
+    """Label the axes on the left and below alone."""
     unit = DISTANCES[results[0].distance].unit
     baselines, treatments = _sides(results)
     named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
-    for place, panel in enumerate(axes[: len(results)]):
-        last, first = place + columns >= len(results), place % columns == 0
+    for index, panel in enumerate(axes[: len(results)]):
+        last, first = index + columns >= len(results), index % columns == 0
         panel.tick_params(labelbottom=last, labelleft=first)
         panel.set_xlabel(f"{baselines[0] if len(baselines) == 1 else 'the first named'} ({unit})" if last else "")
         panel.set_ylabel(f"{named} ({unit})" if first else "")
 
 
 def _sides(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
-    """The names of all baselines and of all treatments."""
+    """Return the names of all baselines and of all treatments."""
     names = [side_names(result.baseline, result.treatment) for result in results]
     return list(dict.fromkeys(first for first, _ in names)), list(dict.fromkeys(second for _, second in names))
 
 
 def _shared(results: Sequence[HeadComparison]) -> str:
-    """What is compared, and what all configurations share."""
+    """Return the compared sides, and the choices that all configurations share."""
     baselines, treatments = _sides(results)
     shared = common([side for result in results for side in (result.baseline, result.treatment)])
     return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
 
 
 def _legend(results: Sequence[HeadComparison]) -> list[object]:
-    """Of the panel with the most entries; how many heads are flagged differs from panel to panel."""
+    """Return the legend of the panel with most entries; the number of flagged heads differs by panel."""
     handles = max((legend(result) for result in results), key=len)
     handles[1].set_label("σ ≤ 0.5")
     return list(handles)
 
 
 def _named(result: HeadComparison, baselines: bool, treatments: bool) -> str:
-    """The sides that are not the same in all panels."""
+    """Return the sides that are not the same in all panels."""
     first, second = side_names(result.baseline, result.treatment)
     return f"{first} → {second}" if baselines else second if treatments else ""
 
 
 def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
-    """What tells a pair from the others; of both kinds the heads that are better, and Σ over the baseline's."""
+    """Return a distinct name of each pair with, for both kinds, the share of better heads and Σ over the baseline's."""
     apart = short_names([result.baseline for result in results], "selection")
     baselines, treatments = _sides(results)
     found = []
     for result, words in zip(results, apart, strict=True):
         kinds = (result.isolated, result.propagated)
-        shares = [style.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
-        ratios = [style.ratio(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
+        shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
+        ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_named(result, len(baselines) > 1, len(treatments) > 1), words) if part)
         between = " /\n  " if grid.split else " / "
         lines = [folded(name, grid.letters), f"held / full {held_sides(result.held)}",

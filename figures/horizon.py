@@ -10,12 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from perturbkv.analyses import text
 from perturbkv.analyses.horizon.growth import KINDS, ConfigHorizon
 from perturbkv.analyses.horizon.horizon import Horizon
 from perturbkv.analyses.pairing import SIDE, apart, budgets, setting_name, short_names
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held
+from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols, typeset
 
 _PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
@@ -26,12 +27,12 @@ _MOST = 2.0
 
 
 def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Relative L1 of all heads per step, propagated and isolated, and KL, with bands.
+    """Draw relative L1 of all heads per step, propagated and isolated, and KL, with bands.
 
-    A colour per selection; a dash per budget, or where these are many a row of panels.
+    A colour per selection; a dash per budget, or, for many budgets, a row of panels each.
     """
     with style.use():
-        configs = by_held(result.configs, lambda config: config.held)
+        configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
         groups = _groups(configs)
         narrow = width_mm < style.WIDE_MM
         rows = [configs] if len(groups) <= len(_DASHES) else list(groups.values())
@@ -48,22 +49,22 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         _finish(axes, result, rows, every=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(figure, result.identity, f"{_samples(result)}{_held(configs)}")
+        style.foot(figure, result.identity, f"{_samples(result)}{_cache_shares(configs)}")
     return figure
 
 
 def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
-    """What configurations share but the selection -> those of it, in the order given."""
-    found: dict[str, list[ConfigHorizon]] = {}
+    """Return the configurations by everything but the selection, in the order given."""
+    groups: dict[str, list[ConfigHorizon]] = {}
     for config in configs:
-        found.setdefault(setting_name(config.config), []).append(config)
-    return found
+        groups.setdefault(setting_name(config.config), []).append(config)
+    return groups
 
 
 def _selection(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
-    """Policy and selection, as far as they tell the configurations apart."""
-    told = apart([one.config for one in configs])[list(configs).index(config)]
-    return " ".join(word for choice, word in told.items() if choice in SIDE) or "evicted"
+    """Return policy and selection, as far as they are distinct among the configurations."""
+    words = apart([one.config for one in configs])[list(configs).index(config)]
+    return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
 
 
 def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
@@ -82,14 +83,14 @@ def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
 
 
 def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], every: bool) -> None:
-    """Titles, units, whole steps, and each quantity from 0 to the same end in all rows."""
+    """Set titles, units, whole steps, and each quantity's range from 0 to the same end in all rows."""
     names = [" ".join(parts) for parts in budgets([row[0].config for row in rows], *SIDE)]
-    for place, panels in enumerate(axes):
+    for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            panel.set_xlabel("decode step" if place == len(axes) - 1 and (not every or kind == "kl") else "")
+            panel.set_xlabel("decode step" if row == len(axes) - 1 and (not every or kind == "kl") else "")
             typeset([panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))])
-            named = f"b={names[place]}: {title}" if len(rows) > 1 else title
+            named = f"b={names[row]}: {title}" if len(rows) > 1 else title
             panel.set_title(named, loc="left")
     for column in axes.T:
         top = max(panel.get_ylim()[1] for panel in column)
@@ -99,27 +100,27 @@ def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]],
 
 
 def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: dict[str, Any]) -> list[Line2D]:
-    """A colour per selection; a dash per budget, where there are several."""
-    found = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    """Return a colour per selection, and a dash per budget where there are several."""
+    handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if len(dashes) < 2:
-        return found
+        return handles
     firsts = [group[0].config for group in _groups(configs).values()]
     names = [" ".join(parts) for parts in budgets(firsts, *SIDE)]
-    return [*found, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
+    return [*handles, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
 
 
-def _held(configs: Sequence[ConfigHorizon]) -> str:
-    """What the caches hold, by budget."""
-    shares = dict.fromkeys(f"b={one.config.budget}: {style.number(one.held)}" for one in configs)
+def _cache_shares(configs: Sequence[ConfigHorizon]) -> str:
+    """Return the cache share by budget."""
+    shares = dict.fromkeys(f"b={one.config.budget}: {text.cache_share(one.cache_share)}" for one in configs)
     return f" · held / full of {', '.join(shares)}"
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Growth per head as a power of two, propagated; a dot where it grows beyond chance."""
+    """Draw growth per head as a power of two, propagated; a dot where it grows beyond chance."""
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
-        configs = by_held(result.configs, lambda config: config.held)
+        configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
         names = short_names([one.config for one in configs])
         maps = [_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
         rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
@@ -130,14 +131,14 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
             result.identity.layer,
         )
-        flips = result.configs[0].curves["propagated"].decided.flips
+        flips = result.configs[0].curves["propagated"].sign_flips.flips
         style.foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "
                    "Benjamini–Hochberg at 5 %")  # fmt: skip
     return figure
 
 
 def _scale(result: Horizon) -> heatmaps.Scale:
-    """Growth about none; arrows where heads grow or shrink more than the colours reach."""
+    """Return the colour scale around no growth, with arrows where heads grow or shrink beyond it."""
     grown = np.concatenate([config.curves["propagated"].head_growth.ravel() for config in result.configs])
     ends = ((grown < 2.0**-_MOST).any(), (grown > 2.0**_MOST).any())
     extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]
@@ -146,10 +147,14 @@ def _scale(result: Horizon) -> heatmaps.Scale:
 
 
 def _samples(result: Horizon) -> str:
-    """How many samples the first and the last step are of, and what the band is."""
-    first, last = int(result.samples_at[0]), int(result.samples_at[-1])
+    """Return the numbers of samples at the first and the last step, and the legend of the band."""
+    first, last = int(result.samples_at_step[0]), int(result.samples_at_step[-1])
     ending = "" if first == last else f" at the first step, {last} at the last"
-    short = f" ({result.short} of fewer than 3 steps without growth)" if result.short else ""
+    short = (
+        f" ({result.samples_too_short_for_growth} of fewer than 3 steps without growth)"
+        if result.samples_too_short_for_growth
+        else ""
+    )
     return f"{style.about(first)}{ending}{short}"
 
 

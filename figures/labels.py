@@ -1,10 +1,7 @@
-"""Results in order of what their caches hold, and how that is written.
+"""Labels of figures: results sorted by cache share, legend columns, names under an axis with a key, and free labels.
 
-How many columns of a legend fit into a figure's width.
-
-Names of configurations under an axis; where they would run into each other, numbers, and their key below it all.
-
-Labels beside what they name: inside their panel, on no other label, and on as little else as can be.
+Names that would overlap under an axis are replaced by numbers with a key below. A free label is placed beside its
+point, inside the panel, on no other label and on as little else as possible.
 """
 
 from __future__ import annotations
@@ -24,16 +21,17 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
+from perturbkv.analyses import text
 from perturbkv.analyses.pairing import folded
 from perturbkv.figures import style
 
 Result = TypeVar("Result")
 
 
-def by_held(results: Sequence[Result], held: Callable[[Result], float]) -> list[Result]:
-    """In order of what the caches hold, least first: of 800 tokens a budget of 0.2 lies above 128.
+def sort_by_cache_share(results: Sequence[Result], held: Callable[[Result], float]) -> list[Result]:
+    """Return the results sorted by cache share, ascending: of 800 tokens a budget of 0.2 is more than 128.
 
-    As they came where one of them does not tell.
+    Unchanged where one share is NaN.
     """
     shares = [held(result) for result in results]
     if np.isnan(shares).any():
@@ -42,15 +40,15 @@ def by_held(results: Sequence[Result], held: Callable[[Result], float]) -> list[
 
 
 def held_sides(shares: tuple[float, float]) -> str:
-    """What both sides' caches hold over the full one: once where it is the same."""
-    return " → ".join(dict.fromkeys(map(style.number, shares)))
+    """Return both sides' cache shares, once where they are the same."""
+    return " → ".join(dict.fromkeys(map(text.decimal, shares)))
 
 
 _POINTS_MM = 72 / 25.4
 
 
 def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
-    """At most `most`, and so few that the longest of the names is whole in each; one where even that does not fit."""
+    """Return the most columns, up to `most`, in which the longest name fits; at least 1."""
     size = FontProperties(size=rcParams["legend.fontsize"]).get_size_in_points()
     widest = max(float(TextPath((0, 0), name, size=size).get_extents().width) for name in names)
     handle, between = (
@@ -62,16 +60,16 @@ def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
 
 
 _LINE_MM, _ABOVE_MM = 3.0, 4.0
-"""Height of a line of the key, and what parts it from the panels' own legends."""
+"""Height of a line of the key, and its distance from the panels' own legends."""
 _ROOM, _LINES = 34, 2
-"""Letters beside each other under a panel of a third of a page, and lines of them, before numbers stand there."""
+"""Letters and lines under a panel of a third of a page, above which numbers replace names."""
 _GAP = 1.5
 _LETTER_MM, _HANDLE_LETTERS = 1.15, 8
 
 
 @dataclass(frozen=True)
 class KeyNames:
-    """What stands under an axis.
+    """Tick labels of an axis and their key.
 
     Attributes:
         ticks: one per configuration, its parts on a line each, or its number.
@@ -83,20 +81,20 @@ class KeyNames:
 
 
 def key_fits(names: Sequence[Sequence[str]]) -> bool:
-    """Whether names, in parts, have room under one panel."""
+    """Return whether names, in parts, fit under one panel."""
     widths = [max(map(len, parts), default=0) + _GAP for parts in names]
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _LINES
 
 
 def key_names(parts: Sequence[Sequence[str]], numbered: bool) -> KeyNames:
-    """The names themselves, or numbers from 1 and a key."""
+    """Return the names themselves, or numbers from 1 and a key."""
     if not numbered:
         return KeyNames(["\n".join(one) for one in parts], [])
     return KeyNames([str(place + 1) for place in range(len(parts))], [" ".join(one) for one in parts])
 
 
 def key_height_mm(key: Sequence[str], width_mm: float) -> float:
-    """What the key takes of a figure's height, at most."""
+    """Return an upper bound of the key's height."""
     if not key:
         return 0.0
     entries = _entries(key, width_mm)
@@ -105,7 +103,7 @@ def key_height_mm(key: Sequence[str], width_mm: float) -> float:
 
 
 def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
-    """The key above the figure's foot: number, name, and the line that has its colour, where it has one."""
+    """Draw the key above the figure's foot: number, name, and a line in the name's colour, where it has one."""
     if not key:
         return
     entries, drawn = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
@@ -120,23 +118,23 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
 
 
 def _entries(key: Sequence[str], width_mm: float) -> list[str]:
-    """Number and name, folded where the figure is too narrow for it."""
+    """Return number and name, folded to the figure's width."""
     room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
     return [folded(f"{place}  {name}", room) for place, name in enumerate(key, 1)]
 
 
 def _columns(entries: Sequence[str], width_mm: float) -> int:
-    """How many entries of the key stand beside each other."""
+    """Return the number of the key's columns."""
     longest = max(len(line) for entry in entries for line in entry.splitlines()) + _HANDLE_LETTERS
     return max(1, int(width_mm / _LETTER_MM) // longest)
 
 
 _OUTSIDE, _ON_ANOTHER = 1000, 100
-"""What a place costs, in points of curves that it lies on."""
+"""Costs of a label's position, in points of curves under it."""
 _APART, _POINTS = 3, 60
-"""Points of print between a label and what it names; points that stand for a line between two."""
+"""Distance between a label and its point in points of print; points that represent a line between two."""
 _SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
-"""Where a label may lie, the best first: right, left, above, below, and in the corners."""
+"""Positions of a label, the best first: right, left, above, below, and the corners."""
 
 _ACROSS: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
 _UP: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
@@ -144,11 +142,11 @@ _UP: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", 
 
 @dataclass(frozen=True)
 class Label:
-    """A few words.
+    """A label of an interval at one height.
 
     Attributes:
         text: the words.
-        left, right: ends of what they stand beside, in the panel's data.
+        left, right: ends of the interval, in the panel's data.
         height: its height there.
         forward: whether the right is the better side.
     """
@@ -161,7 +159,7 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each where it costs least; one that has no place inside the panel or beside the others is left out."""
+    """Write each label where it costs least; one that fits neither the panel nor beside the others is left out."""
     drawn = axes.get_figure()
     assert drawn is not None
     drawn.draw_without_rendering()  # type: ignore[union-attr]
@@ -169,19 +167,19 @@ def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
     for label in labels:
         written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points", fontsize=6,
                                 color="0.2", in_layout=False)  # fmt: skip
-        costs = [_moved(axes, written, label, side, curves, taken) for side in _SIDES]
+        costs = [_move(axes, written, label, side, curves, taken) for side in _SIDES]
         best = int(np.argmin(costs))
-        if _moved(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:
+        if _move(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:
             written.remove()
         else:
             taken.append(written.get_window_extent())
 
 
-def _moved(
+def _move(
     axes: Axes, written: Annotation, label: Label, side: tuple[int, int], curves: NDArray[np.float64],
     taken: Sequence[Bbox],
 ) -> int:  # fmt: skip
-    """What the label's place on one side of its thing costs, once it is there."""
+    """Move a label to one side of its interval and return the cost of that position."""
     across, up = side[0] if label.forward else -side[0], side[1]
     middle = float(np.sqrt(label.left * label.right))  # of a logarithmic axis
     x = {1: label.right, -1: label.left, 0: middle}[across]
@@ -197,7 +195,7 @@ def _moved(
 
 
 def _curves(axes: Axes) -> NDArray[np.float64]:
-    """(point, 2) the panel's lines as points of the screen."""
+    """Return the panel's lines as points (point, 2) in screen coordinates."""
     shares, found = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
     for line in axes.get_lines():
         ends = line.get_transform().transform(np.column_stack(line.get_data()))

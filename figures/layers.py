@@ -1,8 +1,6 @@
-"""Drift of the residual stream layer by layer, one selection against another, by budget (paper, figures 3a and 5).
+"""Figures of drift: layer by layer (paper, figures 3a and 5), after the last layer (3b and 6), and over budgets (3c).
 
-Drift after the last layer, sample by sample, one selection against another (paper, figures 3b and 6).
-
-Drift, KL and top-1 agreement against the kept share of the cache: where it falls off the cliff (paper, fig. 3c).
+The figure over budgets has KL and top-1 agreement, too, against the kept share of the cache.
 """
 
 from __future__ import annotations
@@ -18,42 +16,49 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
+from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.pairing import counted, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
-from perturbkv.figures.labels import by_held, held_sides
+from perturbkv.figures.labels import held_sides, sort_by_cache_share
 
 _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
-_TOGETHER = 2
+_MOST_IN_A_PANEL = 2
 """More budgets than this in one panel hide each other: each gets a column of its own."""
 _COLUMNS, _NARROW_COLUMNS = 6, 3
 _LINES: tuple[Any, Any] = ("--", "-")
-"""Of both sides."""
+"""Line styles of the two sides."""
 
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
-    """Drift after each layer, and the second side's in percent of the first's; small multiples of many budgets."""
+    """Draw drift after each layer, and the second side's in percent of the first's; small multiples of many budgets."""
     with style.use():
-        ordered = by_held(result.members, lambda one: sum(one.held))
+        ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
         narrow = width_mm < style.WIDE_MM
-        figure = _together(ordered, width_mm) if len(ordered) <= _TOGETHER else _apart(ordered, width_mm, narrow)
+        figure = (
+            _shared_panels(ordered, width_mm)
+            if len(ordered) <= _MOST_IN_A_PANEL
+            else _budget_columns(ordered, width_mm, narrow)
+        )
         tie = (
             "within 2 noise floors, or the same entries kept"
-            if ordered[0].floored
+            if ordered[0].noise_floor_known
             else "equal (no floor in this trace)"
         )
-        held = f"held / full of {', '.join(f'b={one.baseline.budget}: {held_sides(one.held)}' for one in ordered)}"
-        said = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"drift: medians; percent: of the means over samples · {said} · ×: tied, "
+        held = (
+            f"held / full of {', '.join(f'b={one.baseline.budget}: {held_sides(one.cache_shares)}' for one in ordered)}"
+        )
+        about = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"drift: medians; percent: of the means over samples · {about} · ×: tied, "
                    f"{tie} · {held}")  # fmt: skip
     return figure
 
 
-def _together(results: Sequence[LayerDrift], width_mm: float) -> Figure:
-    """One or two budgets in one pair of panels, a colour each."""
+def _shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
+    """Draw one or two budgets in one pair of panels, a colour each."""
     narrow = width_mm < style.WIDE_MM
     figure = style.figure(width_mm, _ROW_MM * (2 if narrow else 1))
     absolute, relative = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
@@ -78,28 +83,28 @@ def _together(results: Sequence[LayerDrift], width_mm: float) -> Figure:
     return figure
 
 
-def _apart(results: Sequence[LayerDrift], width_mm: float, narrow: bool) -> Figure:
-    """A column per budget, drift above and percent below, each kind on one scale."""
+def _budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow: bool) -> Figure:
+    """Draw a column per budget, drift above and percent below, each kind on one scale."""
     columns = min(_NARROW_COLUMNS if narrow else _COLUMNS, len(results))
     chunks = -(-len(results) // columns)
     figure = style.figure(width_mm, 2 * chunks * _SMALL_MM + _AROUND_MM)
     axes = figure.subplots(2 * chunks, columns, squeeze=False, sharex=True)
     colour = style.category_colours(1)[0]
-    for place, result in enumerate(results):
-        row, column = 2 * (place // columns), place % columns
+    for index, result in enumerate(results):
+        row, column = 2 * (index // columns), index % columns
         pair = (axes[row, column], axes[row + 1, column])
         _drift(pair[0], result, colour)
         _percent(pair[1], result, colour)
         pair[0].set_title(f"b={result.baseline.budget}", loc="left")
-        pair[1].set_xlabel("layer" if place + columns >= len(results) else "")
+        pair[1].set_xlabel("layer" if index + columns >= len(results) else "")
         for panel, label in zip(
             pair, (_drift_label(result, short=True), _percent_label(result, short=True)), strict=True
         ):
             panel.set_ylabel(label if column == 0 else "")
-            panel.tick_params(labelleft=column == 0, labelbottom=panel is pair[1] and place + columns >= len(results))
-    for place in range(len(results), chunks * columns):
+            panel.tick_params(labelleft=column == 0, labelbottom=panel is pair[1] and index + columns >= len(results))
+    for index in range(len(results), chunks * columns):
         for row in (0, 1):
-            axes[2 * (place // columns) + row, place % columns].set_axis_off()
+            axes[2 * (index // columns) + row, index % columns].set_axis_off()
     _one_scale(axes, len(results))
     _note_zeros(axes[0, 0], results)
     figure.legend(handles=_sides(results[0], colour), loc="outside upper left", ncols=2)
@@ -107,7 +112,7 @@ def _apart(results: Sequence[LayerDrift], width_mm: float, narrow: bool) -> Figu
 
 
 def _one_scale(axes: np.ndarray, count: int) -> None:
-    """All panels of a kind span the same values."""
+    """Give all panels of a kind the same range."""
     for first in (0, 1):
         panels = list(axes[first::2].flat)[:count]
         for panel in panels:
@@ -119,7 +124,7 @@ def _one_scale(axes: np.ndarray, count: int) -> None:
 
 
 def _sides(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
-    """What dashed and solid lines are."""
+    """Return the legend of dashed and solid lines."""
     names = side_names(result.baseline, result.treatment)
     return [Line2D([], [], color=colour, linestyle=line, label=name)
             for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
@@ -130,20 +135,20 @@ def _drift_label(result: LayerDrift, short: bool = False) -> str:
 
 
 def _percent_label(result: LayerDrift, short: bool = False) -> str:
-    """The second side's drift over the first's, on a logarithmic axis."""
+    """Return the label of the second side's drift over the first's, on a logarithmic axis."""
     first, _ = side_names(result.baseline, result.treatment)
     return f"% of {first}'s, log" if short else f"% of {first}'s drift (log axis)"
 
 
 def _layers(result: LayerDrift) -> np.ndarray:
-    return np.array([result.identity.layer(place) for place in range(len(result.ratio))])
+    return np.array([result.identity.layer(index) for index in range(len(result.ratio))])
 
 
 def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
     layers = _layers(result)
     both = (
-        ("baseline", "--", result.baseline_median, result.baseline_median_interval),
-        ("treatment", "-", result.treatment_median, result.treatment_median_interval),
+        ("baseline", "--", result.baseline_median_drift, result.baseline_median_drift_interval),
+        ("treatment", "-", result.treatment_median_drift, result.treatment_median_drift_interval),
     )
     for side, line, median, interval in both:
         axes.plot(layers, style.positive(median), line, color=colour, marker="o" if len(layers) == 1 else None,
@@ -160,7 +165,7 @@ def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 
 def _percent(axes: Axes, result: LayerDrift, colour: object) -> None:
-    """On a logarithmic axis halving and doubling lie equally far from 100 %."""
+    """Draw the ratio on a logarithmic axis, where halving and doubling are equally far from 100 %."""
     layers, percent = _layers(result), 100 * style.positive(result.ratio)
     axes.plot(layers, percent, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
               gid=f"percent {result.baseline.label()}")  # fmt: skip
@@ -173,7 +178,7 @@ def _percent(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 
 def _finish(axes: Axes, percent: bool) -> None:
-    """A logarithmic axis where there is anything to show on it, and the line of equality."""
+    """Set a logarithmic axis where it has anything to show, and draw the line of equality."""
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     style.log_axes(axes, y=True)
     if percent:
@@ -181,9 +186,11 @@ def _finish(axes: Axes, percent: bool) -> None:
 
 
 def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
-    """Say how many drifts a log axis cannot show."""
+    """Note how many drifts a log axis cannot show."""
     hidden = sum(
-        int((side == 0).sum()) for result in results for side in (result.baseline_median, result.treatment_median)
+        int((side == 0).sum())
+        for result in results
+        for side in (result.baseline_median_drift, result.treatment_median_drift)
     )
     if hidden:
         style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
@@ -194,12 +201,12 @@ _BETTER, _WORSE, _TIED = "#0173b2", "#de8f05", "0.5"
 
 
 def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per budget, all on one scale; each sample is a line from the first side (hollow) to the second (filled).
+    """Draw a panel per budget on one scale; each sample is a line from the baseline (hollow) to the treatment (filled).
 
-    A tie is a grey cross.
+    The first side is hollow, the second filled; a tie is a grey cross.
     """
     with style.use():
-        ordered = by_held(result.members, lambda one: sum(one.held))
+        ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
         narrow = width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(ordered))
         rows = -(-len(ordered) // columns)
@@ -211,12 +218,12 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
             panel.set_axis_off()
         _name_axes(list(axes.flat), ordered, columns)
         figure.legend(handles=_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
-        style.foot(figure, result.identity, _told(ordered[0]))
+        style.foot(figure, result.identity, _foot_text(ordered[0]))
     return figure
 
 
-def _told(result: LastLayer) -> str:
-    """What brackets and ties are."""
+def _foot_text(result: LastLayer) -> str:
+    """Return the legend of brackets and ties."""
     first, _ = side_names(result.baseline, result.treatment)
     return (
         f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
@@ -225,12 +232,12 @@ def _told(result: LastLayer) -> str:
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int) -> None:
-    """Axes are named on the left and below alone."""
+    """Label the axes on the left and below alone."""
     first, _ = side_names(results[0].baseline, results[0].treatment)
-    for place, panel in enumerate(axes[: len(results)]):
-        panel.set_xlabel(f"sample, by {first}" if place + columns >= len(results) else "")
-        panel.set_ylabel(f"last layer's drift ({DISTANCES[results[0].distance]})" if place % columns == 0 else "")
-        panel.tick_params(labelleft=place % columns == 0)
+    for index, panel in enumerate(axes[: len(results)]):
+        panel.set_xlabel(f"sample, by {first}" if index + columns >= len(results) else "")
+        panel.set_ylabel(f"last layer's drift ({DISTANCES[results[0].distance]})" if index % columns == 0 else "")
+        panel.tick_params(labelleft=index % columns == 0)
 
 
 def _panel(axes: Axes, result: LastLayer, font: float) -> None:
@@ -245,9 +252,9 @@ def _panel(axes: Axes, result: LastLayer, font: float) -> None:
     axes.scatter(places[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
     style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    share = style.percent(result.improved_share, result.improved_share_interval)
-    ratio = style.ratio(result.mean_ratio, result.mean_ratio_interval)
-    held = f"b={result.baseline.budget}, held / full {held_sides(result.held)}"
+    share = text.percent(result.improved_share, result.improved_share_interval)
+    ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
+    held = f"b={result.baseline.budget}, held / full {held_sides(result.cache_shares)}"
     axes.set_title(f"{held}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
@@ -271,7 +278,7 @@ _BUDGETS_ROW_MM = 66
 
 
 def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
-    """Three panels, one line per selection."""
+    """Draw three panels, one line per selection."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _BUDGETS_ROW_MM * (3 if narrow else 1))
@@ -287,8 +294,8 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
         handles = [drawn for drawn in axes[0].get_lines() if drawn.get_gid()]  # by label "_my.py:Score" would be lost
         beside = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        said = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"drift and KL: medians over samples · {said}{_budgets(result)}")
+        about = style.about(result.identity.samples, medians=True)
+        style.foot(figure, result.identity, f"drift and KL: medians over samples · {about}{_budgets(result)}")
     return figure
 
 
@@ -296,7 +303,7 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
     hidden = 0
     colours = style.category_colours(len(result))
     for curve, colour, marker in zip(result, colours, cycle("os^Dv"), strict=False):
-        medians, interval = curve.medians[quantity], curve.intervals[quantity]
+        medians, interval = getattr(curve.medians, quantity), getattr(curve.intervals, quantity)
         shown = style.positive(medians) if log else medians
         hidden += int((shown != medians).sum())
         percent = 100 * _shares(result, curve)
@@ -305,7 +312,8 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
         if interval is not None:
             low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
-    axes.set(xlabel=f"{'held / full cache' if _budgets_told(result) else 'kept share of a head'} (%)", ylabel=label)
+    known = _cache_shares_known(result)
+    axes.set(xlabel=f"{'held / full cache' if known else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     shares = np.concatenate([100 * _shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
@@ -318,7 +326,7 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round percentages, 1, 2.5 and 5 of each power of ten; where two lie between the ends, no others."""
+    """Return round percentages, 1, 2.5 and 5 of each power of ten; finer ones where fewer than two are in range."""
     every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
     inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
     fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
@@ -326,18 +334,18 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _budgets(result: BudgetCurves) -> str:
-    """What the caches of each budget hold, where all curves have the same; otherwise nothing."""
-    found = {tuple(zip(curve.budgets, map(style.number, _shares(result, curve)), strict=True))
+    """Return the cache share of each budget, where all curves have the same; otherwise nothing."""
+    shares = {tuple(zip(curve.budgets, map(text.cache_share, _shares(result, curve)), strict=True))
              for curve in result}  # fmt: skip
-    if len(found) > 1:
+    if len(shares) > 1:
         return ""
-    return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in found.pop())
+    return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in shares.pop())
 
 
-def _budgets_told(result: BudgetCurves) -> bool:
-    """Whether the trace tells what the caches hold, the only share that compares across granularities."""
-    return not any(np.isnan(curve.held).any() for curve in result)
+def _cache_shares_known(result: BudgetCurves) -> bool:
+    """Return whether the trace has cache shares, the only share that compares across granularities."""
+    return not any(np.isnan(curve.cache_shares).any() for curve in result)
 
 
 def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
-    return curve.held if _budgets_told(result) else curve.kept
+    return curve.cache_shares if _cache_shares_known(result) else curve.kept

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.questions.measures.measure_orders import KINDS
 from perturbkv.analyses.questions.measures.measure_settings import Setting
-from perturbkv.analyses.questions.measures.measures import SHORT, Measures, baseline_of
+from perturbkv.analyses.questions.measures.measures import SHORT, Measures
 from perturbkv.figures import style
 
 _LINE_MM, _AROUND_MM = 5.2, 17
@@ -18,7 +18,7 @@ _MARKS = {"l1": ("o", -0.22), "l2": ("s", 0.0), "cosine": ("^", 0.22)}
 
 
 def draw(result: Measures, width_mm: float = style.WIDE_MM) -> Figure:
-    """A row of panels per setting, one per kind; left of 1 the treatment perturbs less."""
+    """Draw a row of panels per setting, one per kind; left of 1 the treatment perturbs less."""
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else len(KINDS)
         panels = [(setting, kind) for setting in result.settings for kind in KINDS]
@@ -36,13 +36,13 @@ def draw(result: Measures, width_mm: float = style.WIDE_MM) -> Figure:
 def _panel(axes: Axes, setting: Setting, kind: str) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = [*setting.rows, *setting.norms]
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for distance in _MARKS:
-            _point(axes, place, distance, row.kind(kind, distance))
+            _point(axes, index, distance, row.kind(kind, distance))
     if setting.norms:
         axes.axhline(len(setting.rows) - 0.5, color="0.55", linewidth=0.6, linestyle=":")
     axes.set_yticks(range(len(rows)), _names(setting))
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"Σ of all heads, over {baseline_of(setting)} (log axis)")
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"Σ of all heads, over {setting.baseline_name()} (log axis)")
     style.log_axes(axes, x=True)
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")
@@ -50,17 +50,17 @@ def _panel(axes: Axes, setting: Setting, kind: str) -> None:
 
 
 def _names(setting: Setting) -> list[str]:
-    """Every treatment, then every selection of which L2 norms stand over L1 norms."""
+    """Return every treatment, then every selection whose L2 norms are compared with L1 norms."""
     treatments = [setting.side(row.treatment) for row in setting.rows]
     return treatments + [f"{setting.side(row.baseline)}: L2/L1 norms" for row in setting.norms]
 
 
-def _point(axes: Axes, place: int, distance: str, measured: HeadKind) -> None:
+def _point(axes: Axes, index: int, distance: str, measured: HeadKind) -> None:
     ratio, (marker, offset) = measured.sum_ratio, _MARKS[distance]
     if np.isnan(ratio) or ratio <= 0:
         return
     colour = style.category_colours(len(_MARKS))[list(_MARKS).index(distance)]
-    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+    axes.errorbar([ratio], [index + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3.0, linewidth=0.9, gid=distance)  # fmt: skip
 
 

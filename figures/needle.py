@@ -1,8 +1,6 @@
-"""Heat maps of retrieval, length × depth, one per method (paper, figure 8).
+"""Figures of retrieval: maps of length × depth (paper, figure 8), shares by depth, and correlations with perturbation.
 
-Retrieval by depth: a dot per method and depth, over all lengths, beside the maps of `needle` (paper, figure 8).
-
-Does perturbation tell whether the needle is found? Rank correlations within a prompt, one budget at a time.
+Correlations are ranks within a prompt, one budget at a time.
 """
 
 from __future__ import annotations
@@ -10,19 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from perturbkv.analyses import text
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
 from perturbkv.analyses.needle.needle import Needle
-from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, BudgetLink, Correlation, Method
+from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, RankedBudget, Retrieval, RetrievalCorrelation
 from perturbkv.analyses.pairing import SIDE, apart, common, counted, short_names
 from perturbkv.analyses.stats.intervals import LEAST
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held
+from perturbkv.figures.labels import sort_by_cache_share
 
 _MOST, _FLOW, _NARROW = 7, 5, 3
 _ROW_MM, _AROUND_MM = 40, 18
@@ -30,12 +28,12 @@ TITLES = {"score": "share of numbers found", "digits": "share of leading digits 
 
 
 def draw_needle(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """The share of numbers found: the full cache, then every method. Blank where no prompt fell."""
+    """Draw the share of numbers found: the full cache, then every method. Cells without a prompt are blank."""
     return _maps(result, width_mm, "score")
 
 
 def draw_digits(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """The same of leading digits."""
+    """Draw the share of leading digits that are right: the full cache, then every method."""
     return _maps(result, width_mm, "digits")
 
 
@@ -45,42 +43,44 @@ def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
         figure = style.figure(width_mm, len(rows) * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
         for number, row in enumerate(rows):
-            for place, method in enumerate(row):
+            for index, method in enumerate(row):
                 if method is None:
-                    axes[number, place].set_axis_off()
+                    axes[number, index].set_axis_off()
                     continue
-                _panel(axes[number, place], result, method, outcome)
-                below = rows[number + 1][place] if number + 1 < len(rows) else None
-                axes[number, place].set_xlabel("tokens" if below is None else "")
-                first = place == 0 or row[place - 1] is None
-                axes[number, place].set_ylabel("depth" if first else "")
-                axes[number, place].set_yticklabels(axes[number, place].get_yticklabels() if first else [])
+                _panel(axes[number, index], result, method, outcome)
+                below = rows[number + 1][index] if number + 1 < len(rows) else None
+                axes[number, index].set_xlabel("tokens" if below is None else "")
+                first = index == 0 or row[index - 1] is None
+                axes[number, index].set_ylabel("depth" if first else "")
+                axes[number, index].set_yticklabels(axes[number, index].get_yticklabels() if first else [])
         side = "bottom" if width_mm < style.WIDE_MM else "right"
         bar = figure.colorbar(axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], location=side,
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
         settings = common(result.identity.configs)
         style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
-        held = ", ".join(dict.fromkeys(style.number(method.held) for method in result.methods))
-        style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {held}")
+        shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
+        style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {shares}")
     return figure
 
 
-def by_budget(result: Needle) -> list[list[Method]]:
-    """The methods of each budget, in the run's order; the budget whose caches hold least first."""
-    groups: dict[Budget, list[Method]] = {}
+def by_budget(result: Needle) -> list[list[Retrieval]]:
+    """Return the methods of each budget, in the run's order; the budget with the smallest caches first."""
+    groups: dict[Budget, list[Retrieval]] = {}
     for method in result.methods:
         if method.config is not None:
             groups.setdefault(method.config.budget, []).append(method)
-    return by_held(list(groups.values()), lambda group: sum(method.held for method in group) / len(group))
+    return sort_by_cache_share(
+        list(groups.values()), lambda group: sum(method.cache_share for method in group) / len(group)
+    )
 
 
-def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
-    """A row per budget behind the full cache, where that fits; otherwise one panel after the other."""
+def _rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
+    """Return a row per budget after the full cache, where that fits; otherwise panels one after the other."""
     groups = by_budget(result)
     widest = max(map(len, groups))
     if not narrow and widest < _MOST:
-        firsts: list[Method | None] = [result.full, *[None] * (len(groups) - 1)]
+        firsts: list[Retrieval | None] = [result.full, *[None] * (len(groups) - 1)]
         return [[first, *group, *[None] * (widest - len(group))] for first, group in zip(firsts, groups, strict=True)]
     columns = _NARROW if narrow else _FLOW
     shown = [result.full, *(method for group in groups for method in group)]
@@ -88,22 +88,24 @@ def _rows(result: Needle, narrow: bool) -> list[list[Method | None]]:
     return [padded[start : start + columns] for start in range(0, len(padded), columns)]
 
 
-def _panel(axes: Axes, result: Needle, method: Method, outcome: str) -> None:
+def _panel(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> None:
     grid = method.grid if outcome == "score" else method.digits_grid
     scored = (method.score, method.score_interval)
     mean, interval = scored if outcome == "score" else (method.digits, method.digits_interval)
+    import seaborn as sns
+
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
                 annot=np.vectorize(_hundredths)(grid) if grid.size <= 60 else False, fmt="",
                 annot_kws={"fontsize": 4.6},
                 xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
-    axes.set_title("\n".join([*_name(result, method), style.percent(mean, interval)]), loc="left", fontsize=6.5)
+    axes.set_title("\n".join([*_name(result, method), text.percent(mean, interval)]), loc="left", fontsize=6.5)
     axes.tick_params(length=2, rotation=0)
 
 
-def _name(result: Needle, method: Method) -> list[str]:
-    """What tells a method from the others: policy, selection, the rest, a line each."""
+def _name(result: Needle, method: Retrieval) -> list[str]:
+    """Return a distinct name of a method: policy, selection, the rest, a line each."""
     if method.config is None:
         return ["full cache"]
     configs = result.identity.configs
@@ -126,7 +128,7 @@ _MARKS = {"score": ("o", "whole number"), "digits": ("s", "leading digits")}
 
 
 def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per depth, a row per method: the share of numbers found, and of their leading digits."""
+    """Draw a panel per depth, a row per method: the share of numbers found, and of their leading digits."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         columns = min(_NEEDLE_DEPTHS_NARROW if narrow else _WIDE, len(result.depths))
@@ -134,43 +136,45 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
         methods = [result.full, *(method for group in by_budget(result) for method in group)]
         figure = style.figure(width_mm, chunks * (len(methods) * _LINE_MM + _BELOW_MM) + _NEEDLE_DEPTHS_AROUND_MM)
         axes = figure.subplots(chunks, columns, squeeze=False, sharex=True, sharey=True)
-        for place, panel in enumerate(axes.flat):
-            if place >= len(result.depths):
+        for index, panel in enumerate(axes.flat):
+            if index >= len(result.depths):
                 panel.set_axis_off()
                 continue
-            _needle_depths_panel(panel, methods, place)
-            panel.set_title(f"depth {result.depths[place]:g}", loc="left", fontsize=6.5 if narrow else 7.5)
-            panel.set_xlabel("share" if place + columns >= len(result.depths) else "")
-            panel.tick_params(labelbottom=place + columns >= len(result.depths), labelleft=place % columns == 0)
+            _needle_depths_panel(panel, methods, index)
+            panel.set_title(f"depth {result.depths[index]:g}", loc="left", fontsize=6.5 if narrow else 7.5)
+            panel.set_xlabel("share" if index + columns >= len(result.depths) else "")
+            panel.tick_params(labelbottom=index + columns >= len(result.depths), labelleft=index % columns == 0)
             panel.tick_params(axis="y", labelsize=5.5 if narrow else 7)
         axes[0, 0].set_yticks(range(len(methods)), _names(result, methods))
         figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
-        held = dict.fromkeys(f"b={one.config.budget}: {style.number(one.held)}" for one in result.methods if one.config)
-        told = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
-        style.foot(figure, result.identity, f"{told} {', '.join(held)}")
+        shares = dict.fromkeys(
+            f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
+        )
+        note = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
+        style.foot(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
 
-def _names(result: Needle, methods: list[Method]) -> list[str]:
-    """What tells a method from the others."""
+def _names(result: Needle, methods: list[Retrieval]) -> list[str]:
+    """Return distinct names of the methods."""
     names = dict(zip(result.identity.configs, short_names(result.identity.configs), strict=True))
     return [names[method.config] or "evicted" if method.config else "full cache" for method in methods]
 
 
-def _needle_depths_panel(axes: Axes, methods: list[Method], depth: int) -> None:
-    """The number found stands at the right with two decimals."""
+def _needle_depths_panel(axes: Axes, methods: list[Retrieval], depth: int) -> None:
+    """Draw one depth, with the share found as a number at the right."""
     colours = style.category_colours(2)
     for row, method in enumerate(methods):
         ends = None if method.by_depth_interval is None else method.by_depth_interval.at(depth)
-        found, digits = float(method.by_depth[depth]), float(method.digits_by_depth[depth])
-        if np.isnan(found):
+        score, digits = float(method.by_depth[depth]), float(method.digits_by_depth[depth])
+        if np.isnan(score):
             continue
-        bars = None if ends is None or np.isnan(ends.low) else style.bars(found, ends)
-        axes.errorbar([found], [row - 0.14], xerr=bars, color=colours[0], marker=_MARKS["score"][0], markersize=3,
+        bars = None if ends is None or np.isnan(ends.low) else style.bars(score, ends)
+        axes.errorbar([score], [row - 0.14], xerr=bars, color=colours[0], marker=_MARKS["score"][0], markersize=3,
                       linewidth=0.7, clip_on=False, gid="score")  # fmt: skip
         axes.plot([digits], [row + 0.2], color=colours[1], marker=_MARKS["digits"][0], markersize=2.4, clip_on=False,
                   gid="digits")  # fmt: skip
-        axes.text(1.1, row, f"{found:.2f}", transform=axes.get_yaxis_transform(), fontsize=5, va="center")
+        axes.text(1.1, row, f"{score:.2f}", transform=axes.get_yaxis_transform(), fontsize=5, va="center")
     axes.set(xlim=(-0.04, 1.04), ylim=(len(methods) - 0.4, -0.6), xticks=[0, 1])
     axes.grid(visible=True, axis="x")
 
@@ -184,64 +188,66 @@ def _legend() -> list[Line2D]:
 
 _RETRIEVAL_ROW_MM, _RETRIEVAL_AROUND_MM = 66, 14
 _GAP = 0.9
-"""Room, in rows, for the words above what is circular."""
+"""Height, in rows, of the words above the circular measures."""
 _RETRIEVAL_MARKS = {"score": ("o", "whole number", -0.14), "digits": ("s", "leading digits", 0.14)}
 
 
 def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per budget: ρ of each measure with both outcomes; below the line those that nearly are the score."""
-    budgets = result.link.budgets
+    """Draw a panel per budget: ρ of each measure with both outcomes; below the line those that nearly are the score."""
+    budgets = result.correlation.budgets
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else 2
         rows = max(1, -(-len(budgets) // columns))
         figure = style.figure(width_mm, rows * _RETRIEVAL_ROW_MM + _RETRIEVAL_AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False)
-        for panel, link in zip(axes.flat, budgets, strict=False):
-            _retrieval_panel(panel, link)
+        for panel, budget in zip(axes.flat, budgets, strict=False):
+            _retrieval_panel(panel, budget)
         for panel in axes.flat[len(budgets) :]:
             panel.set_axis_off()
-        for place, panel in enumerate(axes.flat[: len(budgets)]):
-            panel.tick_params(labelleft=place % columns == 0)
+        for index, panel in enumerate(axes.flat[: len(budgets)]):
+            panel.tick_params(labelleft=index % columns == 0)
         if not budgets:
             axes.flat[0].set(xticks=[], yticks=[])
             style.note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
         figure.legend(handles=_retrieval_legend(), loc="outside upper left", ncols=2)
-        style.foot(figure, result.identity, _told(result.link.samples))
+        style.foot(figure, result.identity, _foot_note(result.correlation.samples))
     return figure
 
 
-def _told(answered: int) -> str:
-    """What n and the bars are: each point has an n of its own."""
+def _foot_note(answered: int) -> str:
+    """Return the legend of n and of the bars: each point has an n of its own."""
     return (
         f"n: deciding ones of the {counted(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
         f"over them, ranges where they are fewer than {LEAST}"
     )
 
 
-def _retrieval_panel(axes: Axes, link: BudgetLink) -> None:
+def _retrieval_panel(axes: Axes, budget: RankedBudget) -> None:
     names = {**FIRST_STEP_MEASURES, **CIRCULAR}
-    places = {name: place + (_GAP if name in CIRCULAR else 0) for place, name in enumerate(names)}
-    for one in (*link.correlations, *link.circular):
-        _point(axes, places[one.measure], one)
+    positions = {name: row + (_GAP if name in CIRCULAR else 0) for row, name in enumerate(names)}
+    for one in (*budget.correlations, *budget.circular):
+        _point(axes, positions[one.measure], one)
     axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
               ha="right", va="top", fontsize=5.5, color="0.35",
               bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
-    axes.set_yticks(list(places.values()), list(names.values()))
+    axes.set_yticks(list(positions.values()), list(names.values()))
     axes.set(
         xlim=(-1.05, 1.05),
-        ylim=(max(places.values()) + 0.5, -0.5),
+        ylim=(max(positions.values()) + 0.5, -0.5),
         xticks=[-1, -0.5, 0, 0.5, 1],
         xlabel="Spearman’s ρ within a prompt",
     )
-    deciding = {outcome: link.of(outcome)[0].deciding for outcome in OUTCOMES}
-    held = " to ".join(dict.fromkeys(map(style.number, link.held_ends)))
+    deciding = {outcome: budget.by_outcome(outcome)[0].deciding for outcome in OUTCOMES}
+    shares = " to ".join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))
     title = (
-        f"b={link.name}, {len(link.configs)} methods; held / full {held}"
+        f"b={budget.name}, {len(budget.configs)} methods; held / full {shares}"
         f"\nn = {deciding['score']} (number), {deciding['digits']} (digits)"
     )
-    reasons = [f"{label}: {_why(link, name)}" for name, (_, label, _) in _RETRIEVAL_MARKS.items() if not deciding[name]]
+    reasons = [
+        f"{label}: {_why(budget, name)}" for name, (_, label, _) in _RETRIEVAL_MARKS.items() if not deciding[name]
+    ]
     if len(reasons) == len(_RETRIEVAL_MARKS):
         axes.text(0, (len(FIRST_STEP_MEASURES) - 1) / 2, "\n".join(reasons), ha="center", va="center", fontsize=6.5,
                   color="0.35", backgroundcolor="white")  # fmt: skip
@@ -250,24 +256,25 @@ def _retrieval_panel(axes: Axes, link: BudgetLink) -> None:
     axes.set_title(title, loc="left", fontsize=6.5)
 
 
-def _why(link: BudgetLink, outcome: str) -> str:
-    """Why no prompt has ranks in an outcome: there is nothing to tell apart within a prompt."""
-    found = getattr(link, outcome)
-    if not len(found):
+def _why(budget: RankedBudget, outcome: str) -> str:
+    """Return why no prompt has ranks in an outcome: within a prompt all methods are equal."""
+    answers = getattr(budget, outcome)
+    if not len(answers):
         return "the full cache finds none"
-    if not found.any():
+    if not answers.any():
         return "every method lost all"
-    if (found == 1).all():
+    if (answers == 1).all():
         return "no method lost any"
     return "all methods alike"
 
 
-def _point(axes: Axes, place: float, one: Correlation) -> None:
+def _point(axes: Axes, y: float, one: RetrievalCorrelation) -> None:
     if np.isnan(one.rho):
         return
     marker, _, offset = _RETRIEVAL_MARKS[one.outcome]
-    axes.errorbar([one.rho], [place + offset], xerr=style.bars(one.rho, one.interval), color=_colours()[one.outcome],
-                  marker=marker, markersize=3.2, linewidth=0.9, gid=f"{one.measure} {one.outcome}")  # fmt: skip
+    bars = style.bars(one.rho, one.rho_interval)
+    axes.errorbar([one.rho], [y + offset], xerr=bars, color=_colours()[one.outcome], marker=marker,
+                  markersize=3.2, linewidth=0.9, gid=f"{one.measure} {one.outcome}")  # fmt: skip
 
 
 def _colours() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Small multiples of layer × head: one colour scale, marks on the heads that a claim does not hold for.
+"""Shared panels: maps of layer × head on one colour scale, and ratios of two configurations with intervals.
 
-Ratios of two configurations as points with their intervals: perturbation of all heads and the median one, drift.
+Maps mark the heads for which a claim fails. Ratios are of perturbation, summed and of the median head, and of drift.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
@@ -30,9 +29,9 @@ _DARK = 0.5
 
 @dataclass(frozen=True)
 class Map:
-    """One panel: (layer, head) values, NaN left blank, and the heads that carry a mark.
+    """A panel: (layer, head) values, NaN left blank, and the heads that carry a mark.
 
-    `row` names what the panels of a row share, at its left.
+    `row` is the text at the left of a row of panels.
     """
 
     title: str
@@ -45,7 +44,7 @@ class Map:
 class Scale:
     """Colours of the values from `low` to `high`; signed quantities take a diverging map.
 
-    The bar ends in an arrow where values lie beyond: `extend` is neither, min, max or both.
+    The bar ends in an arrow where values are beyond it: `extend` is neither, min, max or both.
     """
 
     low: float
@@ -55,7 +54,7 @@ class Scale:
     extend: str = "neither"
 
     def shade(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(value,) luminance of each value's colour, from 0 to 1."""
+        """Return the luminance (value,) of each value's colour, from 0 to 1."""
         rgb = self.colours(Normalize(self.low, self.high)(values))[:, :3]
         return np.asarray(rgb @ np.array([0.2126, 0.7152, 0.0722]))
 
@@ -63,7 +62,7 @@ class Scale:
 def draw_maps(
     rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, named: Callable[[int], int]
 ) -> Figure:
-    """The panels in their rows, with one colour bar beside them; `named` names layers. Call inside `style.use()`."""
+    """Draw the panels in their rows, with one colour bar; `named` returns a layer's name. Call inside `style.use()`."""
     columns = max(len(row) for row in rows)
     panel = float(np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM))
     lines = [max(shown.title.count("\n") + 1 for shown in row) for row in rows]
@@ -72,16 +71,16 @@ def draw_maps(
     axes = figure.subplots(len(rows), columns, squeeze=False)
     narrow = width_mm < style.WIDE_MM
     for shown, row in zip(rows, axes, strict=True):
-        for place, at in enumerate(row):
-            if place >= len(shown):
+        for index, at in enumerate(row):
+            if index >= len(shown):
                 at.set_axis_off()
                 continue
-            _panel(at, shown[place], scale)
+            _panel(at, shown[index], scale)
             at.set_yticklabels([str(named(int(tick.get_text()))) for tick in at.get_yticklabels()])
-            at.set_title(shown[place].title, loc="left", fontsize=_NARROW_FONT if narrow else None)
-            at.tick_params(labelleft=place == 0)
+            at.set_title(shown[index].title, loc="left", fontsize=_NARROW_FONT if narrow else None)
+            at.tick_params(labelleft=index == 0)
             at.set_xlabel("head" if shown is rows[-1] else "")
-            at.set_ylabel("\n".join(filter(None, (shown[0].row, "layer"))) if place == 0 else "")
+            at.set_ylabel("\n".join(filter(None, (shown[0].row, "layer"))) if index == 0 else "")
     thickness = _BAR_THICK_MM / (panel * len(rows)) if narrow else 0.04
     bar = figure.colorbar(axes.flat[0].collections[0], ax=list(axes.flat), label=scale.label, extend=scale.extend,
                           location="bottom" if narrow else "right", fraction=thickness,
@@ -91,27 +90,43 @@ def draw_maps(
     return figure
 
 
+def heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: float | None, colours: Any) -> None:
+    """Draw a matrix of (layer, head) as `seaborn.heatmap` does, the first layer at the top.
+
+    seaborn takes a second to import and draws the whole figure once more for its ticks.
+    """
+    layers, heads = values.shape
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.pcolormesh(np.ma.masked_invalid(values), vmin=low, vmax=high, cmap=colours, gid="map",
+                    rasterized=layers * heads > 4000)  # fmt: skip
+    axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="", ylabel="")
+    for axis, count in ((axes.xaxis, heads), (axes.yaxis, layers)):
+        shown = range(0, count, _every(count))
+        axis.set_ticks([index + 0.5 for index in shown], labels=[str(index) for index in shown])
+    for label in axes.get_yticklabels():
+        label.set_verticalalignment("center")
+
+
 def _panel(axes: Axes, shown: Map, scale: Scale) -> None:
     layers, heads = shown.values.shape
-    sns.heatmap(shown.values, ax=axes, vmin=scale.low, vmax=scale.high, cmap=scale.colours, cbar=False,
-                xticklabels=_every(heads), yticklabels=_every(layers), rasterized=layers * heads > 4000)  # fmt: skip
-    axes.collections[0].set_gid("map")
+    heatmap(axes, shown.values, scale.low, scale.high, scale.colours)
     _mark(axes, shown, scale)
     axes.tick_params(length=2, rotation=0)
 
 
 def _mark(axes: Axes, shown: Map, scale: Scale) -> None:
-    """Dots much smaller than a cell, dark on light and light on dark: the cell's colour stays to be seen."""
+    """Draw dots much smaller than a cell, dark on light and light on dark, so that the cell's colour stays visible."""
     layers, heads = shown.values.shape
-    places = np.argwhere(shown.marked)
+    indices = np.argwhere(shown.marked)
     dark = np.nan_to_num(scale.shade(shown.values[shown.marked]), nan=1.0) < _DARK
     colours: Any = np.where(dark, "white", "black")
-    axes.scatter(places[:, 1] + 0.5, places[:, 0] + 0.5, s=0.5 if layers * heads > 400 else 1.0, color=colours,
+    axes.scatter(indices[:, 1] + 0.5, indices[:, 0] + 0.5, s=0.5 if layers * heads > 400 else 1.0, color=colours,
                  linewidths=0, gid="marks")  # fmt: skip
 
 
 def _every(count: int) -> int:
-    """Distance between tick labels: at most eight of them."""
+    """Return the distance between tick labels: at most eight of them."""
     return max(1, -(-count // 8))
 
 
@@ -119,35 +134,35 @@ _DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
-def point(axes: Axes, place: int, kind: str, measured: HeadKind, without: str) -> None:
-    """One kind of perturbation on the line `place`; `without` says why it has none."""
+def point(axes: Axes, index: int, kind: str, measured: HeadKind, without: str) -> None:
+    """Draw one kind of perturbation in row `place`; `without` says why it has none."""
     marker, offset = _MARKS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
-        axes.text(1, place + offset, f" {kind}: {without}", fontsize=5.5, color="0.5", va="center")
+        axes.text(1, index + offset, f" {kind}: {without}", fontsize=5.5, color="0.5", va="center")
         return
     colour = style.category_colours(2)[list(_MARKS).index(kind)]
-    axes.plot([measured.median_ratio], [place + offset], linestyle="", color=colour, marker="|", markersize=4.5,
+    axes.plot([measured.median_ratio], [index + offset], linestyle="", color=colour, marker="|", markersize=4.5,
               markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
-    axes.errorbar([ratio], [place + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+    axes.errorbar([ratio], [index + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
 
 
-def drift(axes: Axes, place: int, row: Outcome) -> None:
-    """The last layer's drift on the line `place`, beneath the heads; nothing where there is none."""
+def drift(axes: Axes, index: int, row: Outcome) -> None:
+    """Draw the last layer's drift in row `place`, beneath the heads; nothing where there is none."""
     if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
         return
-    axes.errorbar([row.drift_ratio], [place + _DRIFT], xerr=style.bars(row.drift_ratio, row.drift_ratio_interval),
+    axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.bars(row.drift_ratio, row.drift_ratio_interval),
                   color=_DRIFT_COLOUR, marker="D", markersize=2.6, linewidth=0.9, gid="drift")  # fmt: skip
 
 
 def drift_mark() -> Line2D:
-    """What `drift` draws, for a legend."""
+    """Return the legend entry of `drift`."""
     return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")
 
 
 def legend() -> list[Line2D]:
-    """What the points are."""
+    """Return the legend entries of the points."""
     sums = [
         Line2D(
             [], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind}, sum of heads"

@@ -1,4 +1,4 @@
-"""Shapley values of layers or heads with both of their errors, the greedy curves, and mixtures by name."""
+"""Figure of `patching`: Shapley values of layers or heads with both errors, greedy curves, and mixtures by name."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.questions.patching.patching import Swap
+    from perturbkv.analyses.questions.patching.patching import Patching
     from perturbkv.analyses.questions.patching.patching_values import Shapley
 
 _PANEL_MM, _LINE_MM, _AROUND_MM = 52, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7
 _NARROW, _WIDE = 13, 24
-"""Letters of a mixture's name on one line."""
+"""Letters of a mixture's name per line, in one column and in two."""
 _OFFSET, _ROUNDING = 0.16, 1e-6
 _SHORT = {"drift": "change of drift", "kl": "change of KL", "score": "change of score"}
 _ZERO: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "zorder": 1}
 
 
-def draw(result: Swap, width_mm: float = style.WIDE_MM) -> Figure:
-    """Below 0 (left of 1) the treatment's kept sets do better; of a score above 0."""
+def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw the result; below 0 (left of 1) the treatment's kept sets are better, for a score above 0."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         kinds = [kind for kind in ("shapley", "greedy") if getattr(result, kind) is not None]
@@ -39,49 +39,49 @@ def draw(result: Swap, width_mm: float = style.WIDE_MM) -> Figure:
         grid = figure.add_gridspec(len(heights) + 1, 1, height_ratios=[*heights, named_mm])
         for kind, axes in zip(kinds, _panels(figure, grid, kinds, narrow), strict=True):
             {"shapley": _values, "greedy": _curves}[kind](axes, result)
-        _named(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
+        _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 3)
         style.foot(figure, result.identity, style.about(len(result.sample_ids)))
     return figure
 
 
 def _panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:
-    """A panel for each kind, under each other or side by side."""
+    """Return a panel for each kind, under each other or side by side."""
     if narrow or len(kinds) < 2:
-        return [figure.add_subplot(grid[place, 0]) for place in range(len(kinds))]
+        return [figure.add_subplot(grid[index, 0]) for index in range(len(kinds))]
     inner = grid[0, 0].subgridspec(1, 2, width_ratios=[3, 2])
-    return [figure.add_subplot(inner[0, place]) for place in range(2)]
+    return [figure.add_subplot(inner[0, index]) for index in range(2)]
 
 
-def _values(axes: Axes, result: Swap) -> None:
-    """A point per player; thick: of the orders drawn, thin: over samples."""
-    found = result.shapley
-    if found is None:
+def _values(axes: Axes, result: Patching) -> None:
+    """Draw a point per player; thick: error of the permutations, thin: over samples."""
+    values = result.shapley
+    if values is None:
         return
-    colour, places = style.category_colours(1)[0], np.arange(len(found.value))
+    colour, players = style.category_colours(1)[0], np.arange(len(values.value))
     axes.axhline(0, **_ZERO)
-    if found.interval is not None:
-        axes.vlines(places, found.interval.low, found.interval.high, color=colour, linewidth=_SAMPLES, gid="samples")
-    axes.vlines(places, found.value - found.sampling, found.value + found.sampling, color=colour, alpha=0.45,
+    if values.interval is not None:
+        axes.vlines(players, values.interval.low, values.interval.high, color=colour, linewidth=_SAMPLES, gid="samples")
+    axes.vlines(players, values.value - values.sampling, values.value + values.sampling, color=colour, alpha=0.45,
                 linewidth=_ORDERS, gid="orders")  # fmt: skip
-    axes.plot(places, found.value, "o", color=colour, markersize=2.4, gid="values")
+    axes.plot(players, values.value, "o", color=colour, markersize=2.4, gid="values")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player(result.names, at)))
-    axes.set(xlabel=_players(result), ylabel=_SHORT[result.asked.outcome])
+    axes.set(xlabel=_players(result), ylabel=_SHORT[result.outcome])
     _percent(axes)
-    axes.set_title(f"Shapley values, together {_signed(found.total)}", loc="left")
+    axes.set_title(f"Shapley values, together {_signed(values.total)}", loc="left")
 
 
-def _curves(axes: Axes, result: Swap) -> None:
-    found = result.greedy
-    if found is None:
+def _curves(axes: Axes, result: Patching) -> None:
+    curves = result.greedy
+    if curves is None:
         return
     chosen, judged = style.category_colours(2)
     axes.axhline(0, **_ZERO)
-    _curve(axes, found.chosen, None, chosen, "--", "chosen")
-    _curve(axes, found.judged, found.judged_interval, judged, "-", "judged")
+    _curve(axes, curves.chosen, None, chosen, "--", "chosen")
+    _curve(axes, curves.judged, curves.judged_interval, judged, "-", "judged")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set(xlabel=f"{result.asked.by} switched", ylabel=_SHORT[result.asked.outcome])
+    axes.set(xlabel=f"{result.by} switched", ylabel=_SHORT[result.outcome])
     _percent(axes)
     axes.set_title("best first (greedy)", loc="left")
 
@@ -93,16 +93,16 @@ def _curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, name:
         axes.fill_between(counts, band.low, band.high, color=colour, alpha=0.15, linewidth=0, gid=f"{name} band")
 
 
-def _named(axes: Axes, result: Swap, letters: int) -> None:
-    """Of each mixture by name the propagated sum and the drift, over the baseline's."""
+def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
+    """Draw each named mixture's propagated sum and drift, over the baseline's."""
     axes.axvline(1, **_ZERO)
-    for place, one in enumerate(result.named):
+    for index, one in enumerate(result.named):
         for name, value, interval, marker, offset in (
             ("propagated", one.heads.sum_ratio, one.heads.sum_ratio_interval, "s", -_OFFSET),
             ("drift", one.drift_ratio, one.drift_ratio_interval, "D", _OFFSET),
         ):
             colour = style.category_colours(4)[2 if name == "propagated" else 3]
-            axes.errorbar([value], [place + offset], xerr=style.bars(value, interval), color=colour, marker=marker,
+            axes.errorbar([value], [index + offset], xerr=style.bars(value, interval), color=colour, marker=marker,
                           markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
     axes.set_yticks(range(len(result.named)), [folded(one.name, letters) for one in result.named])
     axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {_baseline(result)}'s everywhere (log axis)")
@@ -110,30 +110,30 @@ def _named(axes: Axes, result: Swap, letters: int) -> None:
     axes.grid(visible=True, axis="x")
 
 
-def _legend(result: Swap) -> list[Line2D]:
+def _legend(result: Patching) -> list[Line2D]:
     value, colours = style.category_colours(1)[0], style.category_colours(4)
-    found = []
+    handles = []
     if result.shapley is not None:
-        found += [
+        handles += [
             Line2D([], [], color=value, linewidth=_SAMPLES, marker="o", markersize=2.4, label="value, over samples"),
-            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=_of_orders(result.shapley)),
+            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=_sampling_error(result.shapley)),
         ]
     if result.greedy is not None:
-        found += [
+        handles += [
             Line2D([], [], color=colours[0], linestyle="--", marker="o", markersize=2.4, label="chosen (flatters)"),
             Line2D([], [], color=colours[1], marker="o", markersize=2.4, label="judged on other samples"),
         ]
     mark: dict[str, Any] = {"linestyle": "", "markersize": 3}
     return [
-        *found,
+        *handles,
         Line2D([], [], color=colours[2], marker="s", label="propagated, all heads", **mark),
         Line2D([], [], color=colours[3], marker="D", label="last layer's drift", **mark),
     ]
 
 
-def _of_orders(found: Shapley) -> str:
-    """How large the error of drawing orders is: mostly too small to be seen."""
-    return f"orders: ± {100 * found.sampling.max():.1f} % at most" if found.permutations else "all subsets: no error"
+def _sampling_error(values: Shapley) -> str:
+    """Return the error from sampling permutations, which is mostly too small to be seen."""
+    return f"orders: ± {100 * values.sampling.max():.1f} % at most" if values.permutations else "all subsets: no error"
 
 
 def _percent(axes: Axes) -> None:
@@ -141,7 +141,7 @@ def _percent(axes: Axes) -> None:
 
 
 def _signed(share: float) -> str:
-    """'+9 %', with a decimal where whole hundredths say too little."""
+    """Return '+9 %', with a decimal where whole hundredths are too coarse."""
     size = abs(100 * share)
     digits = 0 if size >= 10 or abs(size - round(size)) < _ROUNDING else 1
     return f"{100 * share:+z.{digits}f} %".replace("-", "−").replace("+0 %", "0 %")
@@ -151,9 +151,9 @@ def _player(names: list[str], at: float) -> str:
     return names[round(at)] if 0 <= round(at) < len(names) else ""
 
 
-def _players(result: Swap) -> str:
-    return "layer" if result.asked.by == "layers" else "layer-head"
+def _players(result: Patching) -> str:
+    return "layer" if result.by == "layers" else "layer-head"
 
 
-def _baseline(result: Swap) -> str:
+def _baseline(result: Patching) -> str:
     return side_names(result.baseline, result.treatment)[0]

@@ -1,8 +1,7 @@
-"""Scores against what the caches hold, a line per method, beside the full cache's (paper, figure 1).
+"""Figures of answers: scores against cache shares (paper, figure 1), divergence token by token, and judgements.
 
-Free answers that have not left the full cache's yet, and KL over the full cache's answer, token by token.
-
-What a judge thinks: mean scores of every cache, or wins, ties and losses against the full cache.
+Divergence is the share of free answers still equal to the full cache's, and KL over the full cache's answer. Judgements
+are mean scores, or wins, ties and losses against the full cache.
 """
 
 from __future__ import annotations
@@ -19,38 +18,39 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
+from perturbkv.analyses import text
 from perturbkv.analyses.pairing import SIDE, apart, counted, folded, short_names
 from perturbkv.analyses.quality.divergence import Divergence
-from perturbkv.analyses.quality.divergence_point import Parting
+from perturbkv.analyses.quality.divergence_point import DivergencePoint
 from perturbkv.analyses.quality.judge import OUTCOMES, Judged, Preferences
 from perturbkv.analyses.quality.quality import Quality
-from perturbkv.analyses.quality.score_columns import FULL, Column, Mean, lines
+from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
 from perturbkv.analyses.quality.score_tables import about_scores
 from perturbkv.analyses.stats.intervals import LEAST, Band, median_level
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, style
-from perturbkv.figures.labels import by_held
+from perturbkv.figures.labels import sort_by_cache_share
 
 _MOST = 6
-"""Panels of data sets; of more of them, kinds are shown."""
+"""Largest number of panels of data sets; above it, kinds of tasks are drawn."""
 _WIDE, _NARROW = 3, 2
 _ROW_MM, _AROUND_MM, _LEGEND_MM = 46, 12, 4
 _TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
-"""Letters of a line of titles, by width."""
+"""Letters per line of titles, by width."""
 Curves = dict[str, list[tuple[int, float]]]
-"""Method -> place and budget of each of its configurations."""
+"""Method -> index and budget of each of its configurations."""
 _APART, _SPREAD = 2.0, 12.0
-"""Points between methods of one budget, and between the first and the last of many: drawn apart, where they are."""
+"""Points of print between methods of one budget, and between the first and the last of many."""
 _MARGIN = 0.12
-"""Of the x axis beside its ends, so that what is drawn aside has room."""
+"""Margin of the x axis as a share, for points that are shifted."""
 _ALIKE = 1.25
-"""Largest cache over the smallest of a panel whose caches are of one size."""
+"""Largest cache over the smallest, below which a panel's caches count as equally large."""
 _MARKS, _WHOLE = 6, 5
-"""Sizes of caches that are marked, each by itself; per cent above which they are marked as whole numbers."""
+"""Largest number of cache sizes that are ticks; per cent above which they are rounded to whole numbers."""
 
 
 def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per data set, or per kind of task where there are many, and one of the average."""
+    """Draw a panel per data set, or per kind of task where there are many, and one of the average."""
     with style.use():
         shown, curves, narrow = panels(result), _curves(result), width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(shown))
@@ -72,47 +72,48 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def panels(result: Quality) -> list[Column]:
-    """What is drawn: the average last, where it is not the only one."""
+def panels(result: Quality) -> list[ScoreColumn]:
+    """Return the columns to draw: the average last, where it is not the only one."""
     first = result.datasets if len(result.datasets) <= _MOST else result.kinds
     return [*first, result.average] if len(first) > 1 else list(first)
 
 
 def _curves(result: Quality) -> Curves:
-    """Method -> its configurations, that which holds least first."""
-    found: Curves = {}
-    for line in lines(result.configs, [result.average]):
-        if line.place is not None:
-            found.setdefault(line.method, []).append((line.place, float(line.budget)))
-    return {name: by_held(some, lambda one: float(result.average.held[one[0]])) for name, some in found.items()}
+    """Return method -> its configurations, the smallest cache first."""
+    curves: Curves = {}
+    for row in rows(result.configs, [result.average]):
+        if row.index is not None:
+            curves.setdefault(row.method, []).append((row.index, float(row.budget)))
+    methods = result.average.methods
+    return {name: sort_by_cache_share(some, lambda one: methods[one[0]].cache_share) for name, some in curves.items()}
 
 
-def _panel(axes: Axes, column: Column, curves: Curves, title: int) -> None:
-    _full(axes, column.full)
+def _panel(axes: Axes, column: ScoreColumn, curves: Curves, title: int) -> None:
+    _full(axes, column)
     places = np.arange(len(curves)) - (len(curves) - 1) / 2
     apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
     drawn = zip(curves.items(), _looks(len(curves)), apart * places, strict=True)
     for (name, some), (colour, marker), points in drawn:
-        means = [column.evicted[place] for place, _ in some]
+        scores = [column.methods[index] for index, _ in some]
         made = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
-                             np.array([100 * mean.value for mean in means]),
-                             yerr=_reach(means), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
+                             np.array([100 * one.score for one in scores]),
+                             yerr=_reach(scores), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
                              linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
-        _aside(axes, made, points)
+        _shift(axes, made, points)
     axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
     _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
     axes.grid(visible=True, axis="y")
 
 
-def _aside(axes: Axes, made: ErrorbarContainer, points: float) -> None:
-    """Draw a curve beside its place: its numbers stay what they are."""
+def _shift(axes: Axes, made: ErrorbarContainer, points: float) -> None:
+    """Shift a drawn curve by points of print; its data stay unchanged."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
     for artist in made.get_children():
         artist.set_transform(axes.transData + shift)
 
 
 def _ends(axes: Axes, shares: Sequence[float]) -> None:
-    """A logarithmic x axis, wide where caches are of one size; scores from 0, to 100 where there is nothing else."""
+    """Set a logarithmic x axis, wide where caches are equally large; scores from 0, to 100 where all are 0."""
     axes.margins(x=_MARGIN)
     style.log_axes(axes, x=True)
     _marks(axes, sorted({round(100 * share, 1) for share in shares}))
@@ -123,40 +124,42 @@ def _ends(axes: Axes, shares: Sequence[float]) -> None:
 
 
 def _marks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Mark the caches' own sizes on the x axis where they are few and lie apart."""
+    """Put ticks at the caches' sizes on the x axis where they are few and distinct enough."""
     if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
         axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
         axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _share(column: Column, place: int, budget: float) -> float:
-    """What a cache of this data set holds over the full one; where a trace does not tell, its budget."""
-    return budget if np.isnan(column.held[place]) else float(column.held[place])
+def _share(column: ScoreColumn, index: int, budget: float) -> float:
+    """Return a configuration's cache share in this data set; its budget where the trace lacks the share."""
+    share = column.methods[index].cache_share
+    return budget if np.isnan(share) else share
 
 
-def _full(axes: Axes, full: Mean) -> None:
-    """The full cache's score as a line, its interval as a band."""
-    axes.axhline(100 * full.value, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
-    if full.interval is not None:
-        axes.axhspan(100 * full.interval.low, 100 * full.interval.high, color="0.5", alpha=0.12, linewidth=0, zorder=0)
+def _full(axes: Axes, column: ScoreColumn) -> None:
+    """Draw the full cache's score as a line, its interval as a band."""
+    axes.axhline(100 * column.full, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
+    ends = column.full_interval
+    if ends is not None:
+        axes.axhspan(100 * ends.low, 100 * ends.high, color="0.5", alpha=0.12, linewidth=0, zorder=0)
 
 
-def _reach(means: Sequence[Mean]) -> Any:
-    """(2, budget) from each score to the ends of its interval; None where there are none."""
-    bars = [bar for bar in (style.bars(mean.value, mean.interval) for mean in means) if bar is not None]
-    return 100 * np.hstack(bars) if len(bars) == len(means) else None
+def _reach(scores: Sequence[MethodScore]) -> Any:
+    """Return the distances (2, budget) from each score to its interval's ends; None where there are none."""
+    bars = [bar for bar in (style.bars(one.score, one.score_interval) for one in scores) if bar is not None]
+    return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
 def _looks(count: int) -> list[tuple[Any, str]]:
-    """Colour and marker of each method."""
+    """Return colour and marker of each method."""
     markers = cycle("os^Dvp<>hX")
     return [(colour, next(markers)) for colour in style.category_colours(count)]
 
 
 def _axis(result: Quality) -> str:
-    """What stands below the panels."""
-    told = not any(np.isnan(column.held).any() for column in result.datasets)
-    return "held / full cache (%)" if told else "budget × 100"
+    """Return the label of the x axis."""
+    known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
+    return "held / full cache (%)" if known else "budget × 100"
 
 
 def _legend(curves: Curves) -> list[Line2D]:
@@ -167,7 +170,7 @@ def _legend(curves: Curves) -> list[Line2D]:
 
 
 def _bars(result: Quality) -> str:
-    """What bars and bands are; methods of one budget stand apart to be seen."""
+    """Return the legend of bars and bands."""
     sizes = [one.samples for one in result.datasets]
     kind = "95 % intervals" if min(sizes) >= LEAST else f"95 % intervals, of fewer than {LEAST} samples ranges"
     return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
@@ -181,12 +184,12 @@ _WIDEST, _WIDTH = 2.6, 1.0
 
 
 def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel of shares of answers that are still alike, and where KL was measured one of KL, with bands.
+    """Draw the share of answers that are still equal and, where it was measured, KL, with bands.
 
-    A colour per policy and selection, a dash per what else tells the configurations apart.
+    A colour per policy and selection, a dash per other difference between the configurations.
     """
     with style.use():
-        configs = by_held(result.configs, lambda one: one.held)
+        configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
         narrow, panels = width_mm < style.WIDE_MM, 2 if result.noise_floor.size else 1
         columns = 1 if narrow else 2
         legend = _DIVERGENCE_LEGEND_MM * -(-len(configs) // columns)
@@ -198,19 +201,21 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         ]
         _finish(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        style.foot(figure, result.identity, _told(result, len(configs)))
+        style.foot(figure, result.identity, _foot_text(result, len(configs)))
     return figure
 
 
-def _names(result: Divergence, configs: Sequence[Parting]) -> list[str]:
-    """What tells each from the others, and what its cache holds."""
+def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
+    """Return a distinct name of each configuration, with its cache share."""
     names = [name or "evicted" for name in short_names([one.config for one in configs])]
     start = " at the start" if result.compress_every else ""
-    return [f"{name} (held {style.number(one.held)}{start})" for name, one in zip(names, configs, strict=True)]
+    return [
+        f"{name} (held {text.cache_share(one.cache_share)}{start})" for name, one in zip(names, configs, strict=True)
+    ]
 
 
-def _divergence_looks(configs: Sequence[Parting]) -> list[dict[str, Any]]:
-    """Colour, dash and width of each: what is drawn first is the widest, so that it is seen under its equals."""
+def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]]:
+    """Return colour, dash and width of each line: the first drawn is the widest, to be visible under equal ones."""
     told = apart([one.config for one in configs])
     sides, others = (
         [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
@@ -226,9 +231,9 @@ def _divergence_looks(configs: Sequence[Parting]) -> list[dict[str, Any]]:
 
 
 def _config(
-    axes: Sequence[Axes], result: Divergence, one: Parting, name: str, look: dict[str, Any], *, bands: bool
+    axes: Sequence[Axes], result: Divergence, one: DivergencePoint, name: str, look: dict[str, Any], *, bands: bool
 ) -> Line2D:
-    alike, band = one.free.alike_after(max(result.lengths))
+    alike, band = one.alike_after(max(result.lengths))
     curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
     if one.forced is not None:
         middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
@@ -254,8 +259,8 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
         panel.set_xlim(0, max(1, *result.lengths))
 
 
-def _told(result: Divergence, configs: int) -> str:
-    """n, what the bands are, and how many steps make a point."""
+def _foot_text(result: Divergence, configs: int) -> str:
+    """Return n, the legend of the bands, and the steps per point."""
     samples = len(result.samples)
     means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
     points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""
@@ -271,30 +276,31 @@ _COLOURS = {"win": "#0173b2", "tie": "0.75", "loss": "#de8f05"}
 
 
 def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
-    """A dot per configuration with its interval, and the full cache's as a line with its own."""
+    """Draw a dot per configuration with its interval, and the full cache's as a line with its own."""
     with style.use():
-        configs = by_held(result.configs, lambda one: one.held)
-        named = [(one.config, one.held) for one in configs if one.config]
+        configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
+        named = [(one.config, one.cache_share) for one in configs if one.config]
         figure, axes = _rows(_judged_names(named, result.compress_every, width_mm), width_mm)
-        full = float(result.full.scores.mean())
+        full = result.full.mean
         axes.axvline(full, color="0.35", linewidth=0.9, gid="full")
-        if result.full.interval is not None:
-            axes.axvspan(result.full.interval.low, result.full.interval.high, color="0.35", alpha=0.12, linewidth=0)
+        if result.full.mean_interval is not None:
+            axes.axvspan(
+                result.full.mean_interval.low, result.full.mean_interval.high, color="0.35", alpha=0.12, linewidth=0
+            )
         for row, one in enumerate(configs):
-            mean = float(one.scores.mean())
-            axes.errorbar([mean], [row], xerr=style.bars(mean, one.interval), color=_COLOURS["win"], marker="o",
-                          markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
-        axes.set_xlabel(f"mean score (line: full cache, {style.number(full)})")
+            axes.errorbar([one.mean], [row], xerr=style.bars(one.mean, one.mean_interval), color=_COLOURS["win"],
+                          marker="o", markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
+        axes.set_xlabel(f"mean score (line: full cache, {text.decimal(full)})")
         style.title(figure, "What the judge gives")
         style.foot(figure, result.identity, style.about(len(result.samples)))
     return figure
 
 
 def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figure:
-    """A bar per configuration: shares of samples won, tied and lost; the exact interval of the losses."""
+    """Draw a bar per configuration: shares of samples won, tied and lost; the exact interval of the losses."""
     with style.use():
-        configs = by_held(result.configs, lambda one: one.held)
-        named = [(one.config, one.held) for one in configs]
+        configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
+        named = [(one.config, one.cache_share) for one in configs]
         figure, axes = _rows(_judged_names(named, result.compress_every, width_mm), width_mm)
         for row, one in enumerate(configs):
             left = 0.0
@@ -308,7 +314,7 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
         axes.set(xlim=(0, 1), xlabel="share of samples")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
                       ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
-        first = f"the answer shown first won {style.number(result.first)} of {counted(result.pairs, 'decided pair')}"
+        first = f"the answer shown first won {text.decimal(result.first)} of {counted(result.pairs, 'decided pair')}"
         samples = len(result.samples)
         kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
         style.foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
@@ -316,7 +322,7 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
 
 
 def _rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
-    """One panel with a named row per configuration, the first one on top."""
+    """Return one panel with a named row per configuration, the first one on top."""
     lines = np.array([name.count("\n") + 1 for name in names])
     figure = style.figure(width_mm, float(np.maximum(_JUDGED_ROW_MM, lines * _LETTERS_MM).sum()) + _JUDGED_AROUND_MM)
     axes = figure.subplots()
@@ -326,10 +332,10 @@ def _rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
 
 
 def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | None, width_mm: float) -> list[str]:
-    """What tells each from the others, and what its cache holds; `limit`: above it caches were compressed again."""
+    """Return distinct names with cache shares; `limit`: entries above which caches were compressed again."""
     room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
     names = short_names([config for config, _ in configs])
     return [
-        folded(f"{name or 'evicted'} (held {style.number(share)}{start})", room)
+        folded(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
         for name, (_, share) in zip(names, configs, strict=True)
     ]

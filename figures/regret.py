@@ -1,4 +1,4 @@
-"""How far kept sets are from the best known ones: the share of heads within a factor, a curve per method."""
+"""The optimality gap of kept sets: the share of heads within a factor of the best known set, a curve per method."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.pairing import counted
-from perturbkv.analyses.questions.regret.regret import RegretResult, named
-from perturbkv.analyses.questions.regret.regret_rows import Heads, Part
+from perturbkv.analyses.questions.regret.optimality_gap import Heads, SearchedPart
+from perturbkv.analyses.questions.regret.regret import Regret
 from perturbkv.figures import style
-from perturbkv.optimum.chain import KNOWING
+from perturbkv.optimum.chain import KNOWN_QUERY_SELECTIONS
 
 _PANEL_MM, _AROUND_MM, _LEGEND_MM = 48, 22, 3.6
 _FARTHEST = 1000.0
 """Factors beyond this are drawn at the panel's edge."""
 
 
-def draw(result: RegretResult, width_mm: float = style.WIDE_MM) -> Figure:
-    """A panel per part; the further right a curve runs, the further its method is from the best known set."""
+def draw(result: Regret, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw a panel per part; the further right a curve runs, the further its method is from the best known set."""
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else min(2, len(result.parts))
         rows = -(-len(result.parts) // columns)
-        names = named(result.parts[0].configs)
+        names = result.parts[0].names
         entries = 2 if width_mm < style.WIDE_MM else 3
         legend = _LEGEND_MM * -(-len(names) // entries)
         figure = style.figure(width_mm, rows * _PANEL_MM + _AROUND_MM + legend)
@@ -44,19 +44,19 @@ def draw(result: RegretResult, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _looks(part: Part) -> list[dict[str, Any]]:
-    """A colour per method; those that know the query dashed, in turn wide and narrow, as they nearly coincide."""
+def _looks(part: SearchedPart) -> list[dict[str, Any]]:
+    """Return a colour per method; those that know the query are dashed, in two widths, as they overlap."""
     colours = style.category_colours(len(part.configs))
     knowing = cycle((2.4, 1.0))
     return [
         {"color": colour, "linestyle": "--", "linewidth": next(knowing)}
-        if config.selection.name in KNOWING
+        if config.selection.name in KNOWN_QUERY_SELECTIONS
         else {"color": colour, "linestyle": "-", "linewidth": 1.1}
         for colour, config in zip(colours, part.configs, strict=True)
     ]
 
 
-def _panel(axes: Axes, part: Part, looks: list[dict[str, Any]]) -> None:
+def _panel(axes: Axes, part: SearchedPart, looks: list[dict[str, Any]]) -> None:
     rows = [row for sample in part.rows for row in sample]
     heads = Heads.of(rows, len(part.configs))
     for config, values, look in zip(part.configs, heads.methods, looks, strict=True):
@@ -67,5 +67,5 @@ def _panel(axes: Axes, part: Part, looks: list[dict[str, Any]]) -> None:
     axes.set(ylim=(0, 1.02), xlabel="L over that of the best set known (log axis)")
     if part.tried:
         style.note(axes, f"proven best in {part.closed} of {part.tried} heads")
-    axes.set_title(f"{part.where}: n = {counted(len(heads.best), 'head')}", loc="left")
+    axes.set_title(f"{part.name}: n = {counted(len(heads.best), 'head')}", loc="left")
     axes.grid(visible=True)

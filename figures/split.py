@@ -1,4 +1,4 @@
-"""How much goes against how unlike it is, head by head; and what corrections leave of the loss."""
+"""Evicted mass against the difference of evicted and kept entries, per head, and the loss left after corrections."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 _WIDE, _SCATTER_MM, _ROW_MM, _AROUND_MM = 2, 58, 8, 19
 _LINES = 7
 _LEAST = 0.01
-"""Share of heads that may lie left of the axis, which few with next to nothing to lose would stretch."""
+"""Share of heads that may be left of the axis, which few heads of tiny evicted mass would stretch."""
 _CENTRES = "D^vsP*pX"
 _Clouds = list[tuple[Spread, Parts]]
 
 
 def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
-    """A scatter per budget, 1 − S against D with lines of equal L; then a panel per corrected configuration.
+    """Draw a scatter per budget, 1 − S against D with lines of equal L; then a panel per corrected configuration.
 
     Left of 1 the correction perturbs less.
     """
@@ -40,74 +40,74 @@ def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
         heights = [_SCATTER_MM] * rows[0] + [longest * _ROW_MM + _AROUND_MM] * rows[1]
         figure = style.figure(width_mm, sum(heights) + 22)
         grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
-        for place, (name, cloud) in enumerate(clouds):
-            _scatter(figure.add_subplot(grid[place // columns, place % columns]), name, cloud)
+        for index, (name, cloud) in enumerate(clouds):
+            _scatter(figure.add_subplot(grid[index // columns, index % columns]), name, cloud)
         first = None
-        for place, (one, name) in enumerate(zip(corrections, _names(corrections), strict=True)):
-            axes = figure.add_subplot(grid[rows[0] + place // columns, place % columns], sharex=first)
+        for index, (one, name) in enumerate(zip(corrections, _names(corrections), strict=True)):
+            axes = figure.add_subplot(grid[rows[0] + index // columns, index % columns], sharex=first)
             _corrections(axes, one, name)
             first = first or axes
         handles = [*_marks([one for one, _ in clouds[0][1]]), *([*legend(), drift_mark()] if corrections else [])]
         figure.legend(handles=handles, loc="outside upper left", ncols=2 * columns)
-        said = f"{_about_marks([one for one, _ in clouds[0][1]])} · {style.about(result.identity.samples)}"
-        style.foot(figure, result.identity, said)
+        note = f"{_about_marks([one for one, _ in clouds[0][1]])} · {style.about(result.identity.samples)}"
+        style.foot(figure, result.identity, note)
     return figure
 
 
 def _clouds(result: Split) -> list[tuple[str, _Clouds]]:
-    """What is drawn together: the baseline of contests with its treatments, or each configuration by itself."""
-    every = {one.config: (one, found) for one, found in zip(result.spreads, result.parts, strict=True)}
-    together: dict[Any, list[Contest]] = {}
+    """Return the clouds per panel: a baseline with its treatments, or each configuration by itself."""
+    every = {one.config: (one, parts) for one, parts in zip(result.spreads, result.parts, strict=True)}
+    contests: dict[Any, list[Contest]] = {}
     for one in result.contests:
-        together.setdefault(one.baseline, []).append(one)
-    if not together:
-        return [(one.config.selection.name, [(one, found)]) for one, found in every.values()]
-    names = short_names(list(together))
+        contests.setdefault(one.baseline, []).append(one)
+    if not contests:
+        return [(one.config.selection.name, [(one, parts)]) for one, parts in every.values()]
+    names = short_names(list(contests))
     return [
-        (name, [every[base], *(every[one.treatment] for one in found)])
-        for name, (base, found) in zip(names, together.items(), strict=True)
+        (name, [every[base], *(every[one.treatment] for one in own)])
+        for name, (base, own) in zip(names, contests.items(), strict=True)
     ]
 
 
 def _names(corrections: Sequence[Setting]) -> list[str]:
-    told = short_names([one.baseline for one in corrections])
-    return [name or one.baseline.selection.name for name, one in zip(told, corrections, strict=True)]
+    names = short_names([one.baseline for one in corrections])
+    return [name or one.baseline.selection.name for name, one in zip(names, corrections, strict=True)]
 
 
 def _scatter(axes: Axes, name: str, cloud: _Clouds) -> None:
-    """Heads of the first two configurations, and the geometric mean of each: where the middle of its heads lies."""
+    """Draw the heads of the first two configurations, and the geometric mean over each configuration's heads."""
     colours = _colours(len(cloud))
-    for place, (_, found) in enumerate(cloud):
-        mass, distance = (_geometric(logs) for logs in (found.mass, found.difference))
-        if place < _WIDE:
-            axes.plot(mass, distance, linestyle="", marker=".", markersize=2.2, alpha=0.45, color=colours[place],
-                      gid=f"heads {place}", zorder=2)  # fmt: skip
+    for index, (_, parts) in enumerate(cloud):
+        mass, distance = (_geometric(logs) for logs in (parts.mass, parts.difference))
+        if index < _WIDE:
+            axes.plot(mass, distance, linestyle="", marker=".", markersize=2.2, alpha=0.45, color=colours[index],
+                      gid=f"heads {index}", zorder=2)  # fmt: skip
         centre = [np.exp(np.nanmean(np.log(part))) if np.isfinite(part).any() else np.nan for part in (mass, distance)]
-        axes.plot(*([number] for number in centre), linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=6,
-                  markerfacecolor="none", markeredgecolor=colours[place], markeredgewidth=1, gid=f"centre {place}",
+        axes.plot(*([number] for number in centre), linestyle="", marker=_CENTRES[index % len(_CENTRES)], markersize=6,
+                  markerfacecolor="none", markeredgecolor=colours[index], markeredgewidth=1, gid=f"centre {index}",
                   zorder=4)  # fmt: skip
     style.log_axes(axes, x=True, y=True)
-    _without_the_least(axes, [_geometric(found.mass) for _, found in cloud[:_WIDE]])
+    _trim_axis(axes, [_geometric(parts.mass) for _, parts in cloud[:_WIDE]])
     _equal_loss(axes)
     axes.set(xlabel="1 − S: attention that goes", ylabel="D = ‖μ_gone − μ_kept‖₁")
     axes.set_title(f"{name}; lines: equal L" if name else "lines: equal L", loc="left")
 
 
 def _colours(count: int) -> list[Any]:
-    """Of the clouds: none of the two that stand for isolated and propagated in the panels below."""
+    """Return the clouds' colours, without the two that are isolated and propagated in the panels below."""
     return style.category_colours(count + 2)[2:]
 
 
 def _geometric(logs: Floats) -> Floats:
-    """(head of a layer,) over samples; NaN where no sample has a number."""
+    """Return the geometric mean (head of a layer,) over samples; NaN where no sample has a number."""
     flat = logs.reshape(len(logs), -1)
-    held = ~np.isnan(flat)
-    means = np.nansum(flat, axis=0) / np.maximum(held.sum(axis=0), 1)
-    return np.where(held.any(axis=0), np.exp(means), np.nan)
+    known = ~np.isnan(flat)
+    means = np.nansum(flat, axis=0) / np.maximum(known.sum(axis=0), 1)
+    return np.where(known.any(axis=0), np.exp(means), np.nan)
 
 
-def _without_the_least(axes: Axes, masses: Sequence[Floats]) -> None:
-    """Let the axis begin near the cloud, and say how many heads lie left of it."""
+def _trim_axis(axes: Axes, masses: Sequence[Floats]) -> None:
+    """Begin the axis near the cloud, and note how many heads are left of it."""
     every = np.concatenate(masses)
     every = every[np.isfinite(every)]
     if axes.get_xscale() != "log" or not len(every):
@@ -119,7 +119,7 @@ def _without_the_least(axes: Axes, masses: Sequence[Floats]) -> None:
 
 
 def _equal_loss(axes: Axes) -> None:
-    """Lines along which (1 − S) · D is the same, a power of ten apart."""
+    """Draw lines along which (1 − S) · D is constant, a power of ten from one to the next."""
     if axes.get_xscale() != "log" or axes.get_yscale() != "log":
         return
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
@@ -131,16 +131,16 @@ def _equal_loss(axes: Axes) -> None:
 
 
 def _marks(cloud: Sequence[Spread]) -> list[Line2D]:
-    """The middles of the clouds, as they are drawn."""
+    """Return the legend entries of the clouds' means."""
     return [
-        Line2D([], [], linestyle="", marker=_CENTRES[place % len(_CENTRES)], markersize=5,
+        Line2D([], [], linestyle="", marker=_CENTRES[index % len(_CENTRES)], markersize=5,
                markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1, label=name)
-        for place, (name, colour) in enumerate(zip(_sides(cloud), _colours(len(cloud)), strict=True))
+        for index, (name, colour) in enumerate(zip(_sides(cloud), _colours(len(cloud)), strict=True))
     ]  # fmt: skip
 
 
 def _about_marks(cloud: Sequence[Spread]) -> str:
-    """What a dot is, and a hollow mark."""
+    """Return the legend of dots and hollow marks."""
     return f"dots: heads of {' and '.join(_sides(cloud)[:_WIDE])}; hollow marks: the geometric mean of all heads"
 
 
@@ -151,10 +151,10 @@ def _sides(cloud: Sequence[Spread]) -> list[str]:
 
 def _corrections(axes: Axes, one: Setting, name: str) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
-    for place, row in enumerate(one.rows):
+    for index, row in enumerate(one.rows):
         for kind in ("isolated", "propagated"):
-            point(axes, place, kind, getattr(row.compared, kind), "uncorrected or corrected is 0")
-        drift(axes, place, row)
+            point(axes, index, kind, getattr(row, kind), "uncorrected or corrected is 0")
+        drift(axes, index, row)
     axes.set_yticks(range(len(one.rows)), [folded(row.name) for row in one.rows])
     axes.set(ylim=(len(one.rows) - 0.4, -0.5), xlabel="over uncorrected (log axis)")
     style.log_axes(axes, x=True)

@@ -1,17 +1,16 @@
-"""Rank correlations between traces, reliability on the diagonal, and where in depth the suffering of heads lies."""
+"""Rank correlations between traces, with reliability on the diagonal, and relative perturbation over depth."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import counted
-from perturbkv.analyses.questions.stability.head_profiles import OfTrace
+from perturbkv.analyses.questions.stability.head_profiles import StableTrace
 from perturbkv.analyses.questions.stability.rank_reliability import GRID
 from perturbkv.analyses.questions.stability.stability import Stability
 from perturbkv.figures import labels, style
@@ -19,12 +18,12 @@ from perturbkv.figures import labels, style
 _KINDS = ("isolated", "propagated")
 _ROW_MM, _DEPTH_MM, _AROUND_MM, _CELL_MM = 58, 46, 20, 5.5
 _MOST_WRITTEN, _FEW = 10, 7
-"""Traces up to which numbers stand in the cells, in a column of a journal fewer, and up to which they are large."""
+"""Numbers of traces up to which cells have numbers, and up to which these are large and fit one column."""
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 
 def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
-    """Of isolated and propagated L1 a matrix over traces and a panel of profiles over relative depth."""
+    """Draw, for isolated and propagated L1, a matrix over traces and a panel of profiles over relative depth."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         matrix = max(_ROW_MM if not narrow else 48, 0 if narrow else _CELL_MM * len(result.traces))
@@ -40,8 +39,8 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
             lines = _profiles(below, result.traces, kind)
         figure.legend(handles=lines, loc="outside upper left", ncols=columns)
         samples = sorted({one.samples for one in result.traces})
-        said = style.about(samples[0]) if len(samples) == 1 else f"n = {samples[0]} to {samples[-1]} samples a trace"
-        style.foot(figure, result.identity, f"diagonal: split-half reliability · {said}")
+        note = style.about(samples[0]) if len(samples) == 1 else f"n = {samples[0]} to {samples[-1]} samples a trace"
+        style.foot(figure, result.identity, f"diagonal: split-half reliability · {note}")
     return figure
 
 
@@ -50,18 +49,20 @@ def _names(result: Stability) -> list[str]:
     return [_name(one, several) for one in result.traces]
 
 
-def _name(one: OfTrace, of_models: bool) -> str:
+def _name(one: StableTrace, of_models: bool) -> str:
     model = f"{one.model}, " if of_models else ""
-    return f"{one.place}: {model}{one.dataset}, {one.tokens:,.0f} tokens, seed {one.seed}, n = {one.samples}"
+    return f"{one.number}: {model}{one.dataset}, {one.tokens:,.0f} tokens, seed {one.seed}, n = {one.samples}"
 
 
 def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
-    """ρ of every two traces of one model, blank between models."""
-    values, places = correlations(result, kind), [one.place for one in result.traces]
-    few = len(places) <= _FEW
-    written = few or (wide and len(places) <= _MOST_WRITTEN)
+    """Draw ρ of every two traces of one model, blank between models."""
+    values, numbers = correlations(result, kind), [one.number for one in result.traces]
+    few = len(numbers) <= _FEW
+    written = few or (wide and len(numbers) <= _MOST_WRITTEN)
+    import seaborn as sns
+
     sns.heatmap(values, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), annot=written, fmt=".2f", square=True,
-                annot_kws={"size": 5.5 if few else 4.3}, xticklabels=places, yticklabels=places,
+                annot_kws={"size": 5.5 if few else 4.3}, xticklabels=numbers, yticklabels=numbers,
                 cbar_kws={"label": "Spearman's ρ", "shrink": 0.9})  # fmt: skip
     axes.collections[0].set_gid(f"matrix {kind}")
     axes.tick_params(length=0, rotation=0)
@@ -72,26 +73,26 @@ def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
 
 
 def correlations(result: Stability, kind: str) -> Floats:
-    """(trace, trace) ρ as measured; on the diagonal the reliability; NaN between models."""
-    values = np.diag([one.suffering[kind].split_half.value for one in result.traces])
+    """Return ρ (trace, trace) as measured; the reliability on the diagonal; NaN between models."""
+    values = np.diag([one.perturbation[kind].split_half.value for one in result.traces])
     values[~np.eye(len(values), dtype=bool)] = np.nan
     for pair in result.pairs:
-        if pair.suffering:
+        if pair.perturbation:
             first, second = pair.first - 1, pair.second - 1
-            values[first, second] = values[second, first] = pair.suffering[kind].rho.value
+            values[first, second] = values[second, first] = pair.perturbation[kind].rho.value
     return np.asarray(values)
 
 
-def _profiles(axes: Axes, traces: tuple[OfTrace, ...], kind: str) -> list[Any]:
+def _profiles(axes: Axes, traces: tuple[StableTrace, ...], kind: str) -> list[Any]:
     colours, several = style.category_colours(len(traces)), len({one.model for one in traces}) > 1
     lines = []
-    for place, (one, colour) in enumerate(zip(traces, colours, strict=True)):
-        found = one.depth[kind]
-        dash = _LINES[place // 10 % len(_LINES)]  # colours come round again after ten
-        lines += axes.plot(GRID, found.profile, dash, color=colour, linewidth=0.9, label=_name(one, several),
-                           gid=f"profile {kind} {one.place}")  # fmt: skip
-        if found.profile_interval is not None:
-            band = found.profile_interval
+    for index, (one, colour) in enumerate(zip(traces, colours, strict=True)):
+        depth = one.depth[kind]
+        dash = _LINES[index // 10 % len(_LINES)]  # colours come round again after ten
+        lines += axes.plot(GRID, depth.profile, dash, color=colour, linewidth=0.9, label=_name(one, several),
+                           gid=f"profile {kind} {one.number}")  # fmt: skip
+        if depth.profile_interval is not None:
+            band = depth.profile_interval
             axes.fill_between(GRID, band.low, band.high, color=colour, alpha=0.1, linewidth=0)
     axes.axhline(1, color="0.55", linewidth=0.7, zorder=1)
     axes.set(xlabel="relative depth: layer / (layers − 1)", ylabel="over the mean head's (log)")

@@ -1,8 +1,7 @@
-"""One look for every figure: sizes of a journal's columns, a colour-blind-safe map, the run's identity in the foot.
+"""The style of every figure: a journal's column widths, colours safe for colour-blind readers, ticks, and foot.
 
-Ticks of logarithmic axes: plain numbers, and always enough of them to read a scale.
-
-Symbols of ours, typeset; everything else in a figure is text, whatever dollars and backslashes a name has.
+Logarithmic axes have plain numbers, and always enough ticks to read a scale. The package's symbols are typeset;
+everything else is plain text, whatever dollars and backslashes a name has. The foot identifies the run.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, Colormap
+from matplotlib.colors import BoundaryNorm, Colormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import Formatter, Locator, MaxNLocator, NullFormatter
@@ -43,15 +41,15 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class PlainLog(Locator):
-    """The coarsest steps that give at least three ticks; on a short axis evenly spaced ones."""
+    """A tick locator: the coarsest steps that give at least three ticks; on a short axis evenly spaced ones."""
 
     def __call__(self) -> list[float]:
-        """Those of the axis as it is."""
+        """Return the ticks of the axis's current view."""
         low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
         return self.tick_values(float(low), float(high))
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
-        """Those from one end to the other."""
+        """Return the ticks from one end to the other."""
         low, high = sorted((vmin, vmax))
         if low <= 0:
             return []
@@ -65,10 +63,10 @@ class PlainLog(Locator):
 
 
 class Plain(Formatter):
-    """'0.05', '2', '4,000'; powers of ten where a number would have many zeros."""
+    """A tick formatter: '0.05', '2', '4,000'; powers of ten where a number would have many zeros."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """One tick's label; empty where a log axis has none."""
+        """Return one tick's label; empty where a log axis has none."""
         if x <= 0:
             return ""
         if 1e-3 <= x < 1e5:
@@ -80,7 +78,7 @@ class Plain(Formatter):
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Give a logarithmic axis these ticks."""
+    """Give a logarithmic axis plain ticks."""
     axis.set_major_locator(PlainLog())
     axis.set_major_formatter(Plain())
     axis.set_minor_formatter(NullFormatter())
@@ -94,14 +92,14 @@ _SYMBOLS = {
 
 
 def symbols(text: str) -> str:
-    """The text with its symbols as TeX writes them, for `typeset`: no underscore where an index is meant."""
+    """Return the text with its symbols as TeX writes them, for `typeset`: no underscore where an index is meant."""
     for written, tex in _SYMBOLS.items():
         text = text.replace(written, tex)
     return text
 
 
 def typeset(texts: Iterable[Text]) -> None:
-    """Typeset the symbols in these texts, which the figures' style shows as they are written."""
+    """Typeset the symbols in these texts, which are otherwise not parsed as TeX."""
     for text in texts:
         rest = text.get_text()
         for tex in _SYMBOLS.values():
@@ -115,18 +113,21 @@ _SCREEN_DPI = 100
 _FOOT_POINTS = 5.0
 _LINE_MM, _USUAL_LINES = 2.4, 5
 _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
+_COLOURBLIND = (
+    "#0173B2", "#DE8F05", "#029E73", "#D55E00", "#CC78BC", "#CA9161", "#FBAFE4", "#949494", "#ECE133", "#56B4E9",
+)  # fmt: skip
 _RANDOM, _STAMP_MM = "random weights", 4
 
 
 @contextmanager
 def use() -> Iterator[None]:
-    """The style, inside the block only."""
+    """Apply the style inside the block."""
     with as_file(files("perturbkv.figures") / "perturbkv.mplstyle") as path, mpl.rc_context(fname=path):
         yield
 
 
 class NotebookFigure(Figure):
-    """A figure that a notebook shows without anybody importing pyplot there."""
+    """A figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
         held = io.BytesIO()
@@ -135,37 +136,37 @@ class NotebookFigure(Figure):
 
 
 def figure(width_mm: float, height_mm: float) -> Figure:
-    """An empty figure of a printed size, laid out so that nothing is clipped. Call inside `use()`."""
+    """Return an empty figure of a printed size, laid out so that nothing is clipped. Call inside `use()`."""
     return NotebookFigure(figsize=(width_mm / _INCH_MM, height_mm / _INCH_MM), layout="constrained")
 
 
 def layer_colours() -> Colormap:
-    """Dark to light from the first layer to the last, for every kind of colour vision."""
+    """Return a map from dark to light, first to last layer, for every kind of colour vision."""
     return mpl.colormaps["cividis"]
 
 
 def signed_colours() -> Colormap:
-    """Orange below the middle, purple above it, for what has a middle: σ about 0.5, growth about none."""
+    """Return a map of orange below the centre and purple above it: σ about 0.5, growth about none."""
     return mpl.colormaps["PuOr"]
 
 
 def ordered_colours(count: int) -> list[Any]:
-    """Colours for things with an order, such as budgets: dark to light, the lightest still readable on white."""
+    """Return colours for ordered categories, such as budgets: dark to light, all readable on white."""
     return [mpl.colormaps["viridis"](place) for place in np.linspace(0.0, 0.82, count)]
 
 
 def category_colours(count: int) -> list[Any]:
-    """Colours for things without an order, told apart by every kind of colour vision."""
-    return list(sns.color_palette("colorblind", count))
+    """Return colours for unordered categories, distinct for every kind of colour vision: seaborn's "colorblind"."""
+    return [to_rgb(_COLOURBLIND[index % len(_COLOURBLIND)]) for index in range(count)]
 
 
 def percent(share: float, interval: Scalar) -> str:
-    """A share with its interval, where there is one: '54 % [51, 56]', or its range: '54 % (51 … 56)'."""
+    """Return a share with its interval, where there is one: '54 % [51, 56]', or its range: '54 % (51 … 56)'."""
     return f"{100 * share:.0f} %{ends(interval, lambda end: f'{100 * end:.0f}')}"
 
 
 def ends(interval: Scalar, shown: Callable[[float], str]) -> str:
-    """An interval behind its number: in brackets, a range in parentheses; nothing where there is none."""
+    """Return an interval to follow its number: in brackets, a range in parentheses; empty where there is none."""
     if interval is None:
         return ""
     low, high = shown(interval.low), shown(interval.high)
@@ -173,7 +174,7 @@ def ends(interval: Scalar, shown: Callable[[float], str]) -> str:
 
 
 def about(samples: int, medians: bool = False) -> str:
-    """What bars, bands and brackets are, for a figure's foot; `medians` where some are of medians over samples."""
+    """Return the legend of bars, bands and brackets; `medians` where some are of medians over samples."""
     if samples < 2:
         return "1 sample: no intervals"
     own = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= LEAST else ""
@@ -182,28 +183,28 @@ def about(samples: int, medians: bool = False) -> str:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """A number in a title; a dash where there is none."""
+    """Return a number for a title; a dash for NaN."""
     return "–" if np.isnan(value) else f"{value:.{digits}f}"
 
 
 def ratio(value: float, interval: Scalar) -> str:
-    """A ratio with its interval, or its range: '0.71 [0.65, 0.78]'; fewer digits from 10 on."""
+    """Return a ratio with its interval or range: '0.71 [0.65, 0.78]'; fewer digits from 10 on."""
     digits = 1 if value >= 10 else 2
     return number(value, digits) + ("" if np.isnan(value) else ends(interval, lambda end: number(end, digits)))
 
 
 def bars(value: float, interval: Scalar) -> list[list[float]] | None:
-    """An interval as matplotlib's error bars want it; None where there is none."""
+    """Return an interval as matplotlib's error bars; None where there is none."""
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
 
 def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The values as a log axis can show them: NaN where they are not positive."""
+    """Return the values as a log axis can show them: NaN where they are not positive."""
     return np.where(values > 0, values, np.nan)
 
 
 def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
-    """Logarithmic axes with plain numbers, where anything positive is drawn on them: zeros alone stay linear."""
+    """Set logarithmic axes with plain numbers, where anything positive is drawn on them: zeros alone stay linear."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
         plain_ticks(axes.xaxis)
@@ -213,7 +214,7 @@ def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
 
 
 def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str, named: Callable[[int], int]) -> None:
-    """The colour bar of points that are coloured by layer, with whole layers on it, by what `named` says."""
+    """Draw the colour bar of points that are coloured by layer, with whole layers; `named` returns a layer's name."""
     norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
     scale = ScalarMappable(norm, layer_colours())
     bar = drawn.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
@@ -223,12 +224,12 @@ def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str, n
 
 
 def title(drawn: Figure, text: str) -> None:
-    """What the whole figure shows, at its upper left, on as many lines as it needs."""
+    """Set the title of the whole figure at its upper left, on as many lines as it needs."""
     drawn.suptitle(_title(text, drawn.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold")
 
 
 def long_title_mm(text: str, width_mm: float) -> float:
-    """By how much the whole figure's title is taller than a usual one of two lines."""
+    """Return by how much a title is taller than a usual one of two lines."""
     return max(0, _title(text, width_mm).count("\n") - 1) * _TITLE_MM
 
 
@@ -237,46 +238,46 @@ def _title(text: str, width_mm: float) -> str:
 
 
 def note(axes: Axes, text: str, middle: bool = False) -> None:
-    """A small remark in the panel's lower right corner, or in the middle of one that holds nothing else."""
+    """Write a small remark in the panel's lower right corner, or in the middle of an empty panel."""
     x, y, at = (0.5, 0.5, "center") if middle else (0.98, 0.02, "right")
     axes.text(x, y, text, transform=axes.transAxes, ha=at, va="center" if middle else "bottom", fontsize=6,
               color="0.35")  # fmt: skip
 
 
 def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
-    """A legend under the panel, where it hides nothing."""
+    """Draw a legend under the panel, where it hides nothing."""
     if handles:
         made = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
                            handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
         typeset(made.get_texts())
 
 
-def legend_beside(axes: Axes, handles: Sequence[Any], columns: int) -> None:
-    """A legend to the right of the panel, one entry under the other whatever `columns` says."""
+def legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
+    """Draw a legend to the right of the panel, one entry under the other whatever `columns` is."""
     if handles:
         made = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6, handlelength=1.4,
                            handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
         typeset(made.get_texts())
 
 
-def foot(drawn: Figure, identity: RunIdentity, said: str = "") -> None:
-    """Write the run's identity small at the figure's foot, and say it large where the weights are random.
+def foot(drawn: Figure, identity: RunIdentity, note: str = "") -> None:
+    """Write the run's identity small at the figure's foot, and large that weights are random, where they are.
 
-    `said` stands before it: n, what its intervals are, what a tie is.
+    `note` stands before it: n, what its intervals are, what a tie is.
     """
     if identity.random_weights:
         _stamp(drawn)
-    lines = _foot(identity, said, drawn.get_figwidth() * _INCH_MM)
+    lines = _foot(identity, note, drawn.get_figwidth() * _INCH_MM)
     lay_out_above(drawn, _foot_mm(lines))
     drawn.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
 
 
 def _stamp(drawn: Figure) -> None:
-    """Say at the top that the weights are random: above the legend that stands there, else in the figure's title."""
+    """Write at the top that the weights are random: above an existing legend, else in the figure's title."""
     look = {"color": "#b00020", "fontweight": "bold"}
     if not drawn.legends:
-        said = drawn.get_suptitle()
-        drawn.suptitle(f"{_RANDOM} · {said}" if said else _RANDOM, **look)
+        title = drawn.get_suptitle()
+        drawn.suptitle(f"{_RANDOM} · {title}" if title else _RANDOM, **look)
         return
     above = drawn.legends[0]
     above.set_title(_RANDOM)
@@ -286,30 +287,30 @@ def _stamp(drawn: Figure) -> None:
 
 
 def lay_out_above(drawn: Figure, foot_mm: float) -> None:
-    """Leave the lowest part of the figure to what stands there already."""
+    """Reserve the lowest part of the figure for what is already there."""
     share, engine = foot_mm / height_mm(drawn), drawn.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
 
 
 def height_mm(drawn: Figure) -> float:
-    """Of a figure as it is printed."""
+    """Return the printed height of a figure."""
     return float(drawn.get_figheight() * _INCH_MM)
 
 
-def long_foot_mm(identity: RunIdentity, said: str, width_mm: float) -> float:
-    """By how much a foot is taller than a usual one, for which a figure has room."""
-    return max(0.0, foot_mm(identity, said, width_mm) - _USUAL_LINES * _LINE_MM)
+def long_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
+    """Return by how much a foot is taller than a usual one, for which a figure has space."""
+    return max(0.0, foot_mm(identity, note, width_mm) - _USUAL_LINES * _LINE_MM)
 
 
-def foot_mm(identity: RunIdentity, said: str, width_mm: float) -> float:
-    """The height that `foot` takes."""
-    return _foot_mm(_foot(identity, said, width_mm))
+def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
+    """Return the height of `foot`."""
+    return _foot_mm(_foot(identity, note, width_mm))
 
 
-def _foot(identity: RunIdentity, said: str, width_mm: float) -> list[str]:
-    told = [said] if said else []
-    return [part for line in [*told, *identity.lines()] for part in _wrapped(line, width_mm / _INCH_MM)]
+def _foot(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
+    notes = [note] if note else []
+    return [part for line in [*notes, *identity.lines()] for part in _wrapped(line, width_mm / _INCH_MM)]
 
 
 def _foot_mm(lines: Sequence[str]) -> float:
@@ -317,7 +318,7 @@ def _foot_mm(lines: Sequence[str]) -> float:
 
 
 def _wrapped(line: str, width_inches: float) -> list[str]:
-    """Break a line between its parts where it would leave the figure; a part that is too long, between its words."""
+    """Return a line broken between its parts where it is too long; a part that is too long, between its words."""
     room = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
     if len(line) <= room:
         return [line]
@@ -333,7 +334,7 @@ def _wrapped(line: str, width_inches: float) -> list[str]:
 
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
-    """The identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
+    """Return the identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
     description = line("; ".join([identity.lines()[0], *(config.label() for config in identity.configs)]))
     title, made_with = line(f"{identity.model} on {identity.dataset}"), line(identity.made_with)
     if suffix == "pdf":

@@ -1,4 +1,4 @@
-"""A prompt as a strip cut into rows, a cell per token: who keeps it, and which evicted ones add most to the output."""
+"""A prompt as a strip of rows, a cell per token: who keeps it, and which evicted ones add most to the output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from perturbkv.analyses.pairing import side_names
-from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT, TokenFates
+from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
+from perturbkv.analyses.tokens.tokens import Tokens
 from perturbkv.escaping import line
 from perturbkv.figures import style
 from perturbkv.figures.labels import held_sides
@@ -22,8 +23,8 @@ _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
 _PER_ROW = {True: 50, False: 100}
 
 
-def draw(result: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
-    """Rows of tokens; a triangle stands on the ten largest losses of the baseline (▼) and of the treatment (▲)."""
+def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw rows of tokens; triangles mark the ten largest losses of the baseline (▼) and of the treatment (▲)."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         per_row = max(_PER_ROW[narrow], ceil(sqrt(len(result.fates))))
@@ -34,14 +35,16 @@ def draw(result: TokenFates, width_mm: float = style.WIDE_MM) -> Figure:
         _marks(axes, result, per_row)
         axes.set_title(_title(result), loc="left")
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(figure, result.identity, f"held / full {held_sides(result.held)} · ▼ ▲: evicted, the largest A ν")
+        style.foot(
+            figure, result.identity, f"held / full {held_sides(result.cache_shares)} · ▼ ▲: evicted, the largest A ν"
+        )
     return figure
 
 
-def _strip(axes: Axes, found: TokenFates, per_row: int, rows: int) -> None:
+def _strip(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
     names = list(_COLOURS)
     cells = np.full(rows * per_row, np.nan)
-    cells[: len(found.fates)] = [names.index(fate) for fate in found.fates]
+    cells[: len(result.fates)] = [names.index(fate) for fate in result.fates]
     norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names))
     colours, edges = ListedColormap(list(_COLOURS.values())), (np.arange(per_row + 1), np.arange(rows + 1))
     axes.pcolormesh(*edges, cells.reshape(rows, per_row), cmap=colours, norm=norm, edgecolors="white", linewidth=0.3)
@@ -53,34 +56,34 @@ def _strip(axes: Axes, found: TokenFates, per_row: int, rows: int) -> None:
     axes.tick_params(length=0)
 
 
-def _marks(axes: Axes, found: TokenFates, per_row: int) -> None:
-    for lost, (marker, colour, lift) in zip(found.losses or (), _losses(), strict=False):
-        for one in lost:
-            x, y = one.position % per_row + 0.5, one.position // per_row + lift
+def _marks(axes: Axes, result: Tokens, per_row: int) -> None:
+    for lost, (marker, colour, lift) in zip(result.losses or (), _losses(), strict=False):
+        for loss in lost:
+            x, y = loss.position % per_row + 0.5, loss.position // per_row + lift
             axes.plot(x, y, marker=marker, color=colour, markersize=2.6, markeredgecolor="white", markeredgewidth=0.3)
 
 
 def _losses() -> list[tuple[str, str, float]]:
-    """Marker, colour and place in the cell of each side's losses; those of both stand one above the other."""
+    """Return marker, colour and offset in the cell of each side's losses; those of both are one above the other."""
     return [("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7)]
 
 
-def _title(found: TokenFates) -> str:
-    first, second = side_names(found.baseline, found.treatment)
-    head, budget = found.shown, found.baseline.budget
-    return f"{line(found.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
+def _title(result: Tokens) -> str:
+    first, second = side_names(result.baseline, result.treatment)
+    head, budget = result.shown, result.baseline.budget
+    return f"{line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
-def _legend(found: TokenFates) -> list[Patch | Line2D]:
-    first, second = side_names(found.baseline, found.treatment)
-    said = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
+def _legend(result: Tokens) -> list[Patch | Line2D]:
+    first, second = side_names(result.baseline, result.treatment)
+    words = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
             QUESTION: "question, not compressed"}  # fmt: skip
     handles: list[Patch | Line2D] = [
-        Patch(color=_COLOURS[fate], label=f"{word} ({found.fates.count(fate):,})")
-        for fate, word in said.items()
-        if fate in found.fates
+        Patch(color=_COLOURS[fate], label=f"{word} ({result.fates.count(fate):,})")
+        for fate, word in words.items()
+        if fate in result.fates
     ]
-    if found.losses is not None:
+    if result.losses is not None:
         handles += [
             Line2D([], [], linestyle="", marker=marker, color=colour, markersize=4, label=f"lost by {name}")
             for name, (marker, colour, _) in zip((first, second), _losses(), strict=True)

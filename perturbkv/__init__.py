@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.budget.equal_bytes import equal_bytes as equal_bytes
     from perturbkv.analyses.budget.safe_budget import safe_budget as safe_budget
     from perturbkv.analyses.budget.savings import savings as savings
-    from perturbkv.analyses.correlation.correlation import link as link
+    from perturbkv.analyses.correlation.correlation import correlation as correlation
     from perturbkv.analyses.heads.heads import compare_heads as compare_heads
     from perturbkv.analyses.horizon.horizon import horizon as horizon
     from perturbkv.analyses.layers.budget_curves import budget_curves as budget_curves
@@ -39,14 +39,18 @@ if TYPE_CHECKING:
     from perturbkv.api.inputs import load_prompts as load_prompts
     from perturbkv.api.judging import judge as judge
     from perturbkv.api.measuring import measure as measure
+    from perturbkv.api.questions import patching as patching
     from perturbkv.api.questions import regret as regret
-    from perturbkv.api.questions import swap as swap
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.entry_counts import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
     from perturbkv.configs.option import option as option
+    from perturbkv.configs.patching import PatchingConfig as PatchingConfig
     from perturbkv.configs.resources import Resources as Resources
+    from perturbkv.configs.resources import Workers as Workers
     from perturbkv.configs.run import RunConfig as RunConfig
+    from perturbkv.configs.run import Settings as Settings
+    from perturbkv.configs.run import Shard as Shard
     from perturbkv.datasets.encode import Prompt as Prompt
     from perturbkv.errors import PerturbkvError as PerturbkvError
     from perturbkv.reporting.report import report as report
@@ -69,7 +73,11 @@ _PUBLIC = {
     "PerturbkvError": "perturbkv.errors",
     "Policy": "perturbkv.selection.policies.base",
     "Prompt": "perturbkv.datasets.encode",
+    "PatchingConfig": "perturbkv.configs.patching",
     "Resources": "perturbkv.configs.resources",
+    "Settings": "perturbkv.configs.run",
+    "Shard": "perturbkv.configs.run",
+    "Workers": "perturbkv.configs.resources",
     "RunConfig": "perturbkv.configs.run",
     "Score": "perturbkv.scoring.score",
     "SampleTrace": "perturbkv.trace",
@@ -91,7 +99,7 @@ _PUBLIC = {
     "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
-    "link": "perturbkv.analyses.correlation.correlation",
+    "correlation": "perturbkv.analyses.correlation.correlation",
     "load_model": "perturbkv.api.inputs",
     "load_prompts": "perturbkv.api.inputs",
     "measure": "perturbkv.api.measuring",
@@ -100,6 +108,7 @@ _PUBLIC = {
     "methods": "perturbkv.analyses.ablation.methods",
     "needle": "perturbkv.analyses.needle.needle",
     "option": "perturbkv.configs.option",
+    "patching": "perturbkv.api.questions",
     "quality": "perturbkv.analyses.quality.quality",
     "read_answers": "perturbkv.storage.answers_file",
     "read_trace": "perturbkv.storage.trace.trace_file",
@@ -112,7 +121,6 @@ _PUBLIC = {
     "safe_budget": "perturbkv.analyses.budget.safe_budget",
     "savings": "perturbkv.analyses.budget.savings",
     "split": "perturbkv.analyses.questions.split.split",
-    "swap": "perturbkv.api.questions",
     "stability": "perturbkv.analyses.questions.stability.stability",
 }
 
@@ -121,7 +129,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that holds a public name, the first time that name is asked for (PEP 562)."""
+    """Import the module of a public name when the name is first used (PEP 562)."""
     if name not in _PUBLIC:
         message = f"module 'perturbkv' has no attribute '{name}'"
         raise AttributeError(message)

@@ -1,4 +1,4 @@
-"""How objects show themselves in a notebook and in a terminal."""
+"""Display of results in notebooks and terminals: tables, highlighted text and lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """A title and rows of text; columns whose heading begins with '#' hold numbers and are set to the right."""
+    """A title and rows of text; columns whose heading begins with '#' hold numbers and are right-aligned."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def as_html(self) -> str:
-        """The table for a notebook; nothing in it is read as markup."""
+        """Return the table for a notebook; its text is escaped."""
         sides = ["right" if heading.startswith("#") else "left" for heading in self.columns]
         head = "".join(map(_cell, ["th"] * len(sides), [one.removeprefix("#") for one in self.columns], sides))
         body = "".join(f"<tr>{''.join(map(_cell, ['td'] * len(sides), row, sides))}</tr>" for row in self.rows)
@@ -31,7 +31,7 @@ class Table:
         return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def drawn(self) -> RenderableType:
-        """The table for a terminal, as rich draws it; nothing in it is read as markup."""
+        """Return the table for a terminal, as rich draws it; its text is not interpreted as markup."""
         from rich import box
         from rich.table import Table as Drawn
         from rich.text import Text
@@ -48,11 +48,11 @@ class Table:
 
 
 Part = Table | Passage | str
-"""What a result shows: tables, passages of text that is marked, and lines."""
+"""An element of a displayed result: a table, highlighted text or a line."""
 
 
 def as_text(parts: Sequence[Part], width: int = 80) -> str:
-    """Tables and lines of text as a terminal of this width shows them, without colours."""
+    """Return tables and lines as a terminal of this width shows them, without colours."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
@@ -63,12 +63,12 @@ def as_text(parts: Sequence[Part], width: int = 80) -> str:
 
 
 def as_html(parts: Sequence[Part]) -> str:
-    """Tables and lines of text for a notebook."""
+    """Return tables and lines for a notebook."""
     return "".join(f"<p>{_escaped(part)}</p>" if isinstance(part, str) else part.as_html() for part in parts)
 
 
 def show(console: Console, part: Part) -> None:
-    """Print a table, a passage, or a line of text in which nothing is read as markup."""
+    """Print a table, highlighted text, or a line whose text is not interpreted as markup."""
     if isinstance(part, Passage):
         console.print(part.drawn(console.color_system is not None and not console.no_color), soft_wrap=False)
         console.print()
@@ -91,7 +91,7 @@ def _escaped(text: str) -> str:
 
 
 def ends(text: str, width: int = 30) -> str:
-    """The text's first and last whole words, at most `width` characters each, in one line."""
+    """Return the text's first and last whole words, at most `width` characters each, in one line."""
     line = " ".join(text.split())
     if len(line) <= 2 * width:
         return line

@@ -1,7 +1,7 @@
-"""What can go wrong, in one line each: what was expected, what came, what to do.
+"""The exceptions that users see: one line each, with what was expected, what was found and what to do.
 
-Every error that a user can cause is a `PerturbkvError`; the command line prints its message as one line and leaves
-with its `exit_code`. Nothing here imports anything of ours.
+Every error that a user can cause is a `PerturbkvError`; the command line prints its message as one line and exits with
+its `exit_code`. This module imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _COMPARED = 100
-"""Characters of a name that are held against the known ones."""
+"""Characters of a name that are compared with the known ones."""
 
 
 class PerturbkvError(Exception):
-    """Any failure that we explain ourselves. `exit_code` is the process's exit status."""
+    """A failure with an explanation. `exit_code` is the process's exit status."""
 
     exit_code = 2
 
@@ -31,7 +31,7 @@ class BudgetError(ConfigError):
 
 
 class UnknownNameError(PerturbkvError):
-    """A name that no registry knows; the message lists the known ones, the nearest first."""
+    """A name that no registry has; the message lists the known ones, the nearest first."""
 
     def __init__(self, name: str, kind: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name = kind, name
@@ -45,7 +45,7 @@ class ModelError(PerturbkvError):
 
 
 class PluginError(PerturbkvError):
-    """A score, policy or eviction of somebody else that cannot be loaded, or gives what cannot be used; it is named."""
+    """A plug-in, named in the message, that cannot be loaded, or whose result cannot be used."""
 
 
 class DatasetError(PerturbkvError):
@@ -53,7 +53,7 @@ class DatasetError(PerturbkvError):
 
 
 class NoMemoryError(PerturbkvError):
-    """Less memory than a run takes; the message says how much was wanted and what to lower."""
+    """Too little memory for a run; the message says how much was needed and what to lower."""
 
 
 class TraceError(PerturbkvError):
@@ -61,11 +61,11 @@ class TraceError(PerturbkvError):
 
 
 class MissingShardError(TraceError):
-    """Shards of which not all are measured."""
+    """Shards that are not all measured."""
 
 
 class TraceUnavailableError(TraceError):
-    """A trace file that the system does not let us read now, of which so nothing is known."""
+    """A trace file that the system does not let us read now, so that nothing is known about it."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
@@ -81,15 +81,15 @@ class TraceUnavailableError(TraceError):
 
 
 class OutputError(PerturbkvError):
-    """A place where no result can be written: of another kind, full, in use by another run, or somebody else's file."""
+    """A path that cannot be written: of another kind, full, in use by another run, or another program's file."""
 
 
 class HeldError(OutputError):
-    """A place that another process writes now."""
+    """An output path that another process is writing now."""
 
 
 class UnreadableError(PerturbkvError):
-    """A cache that is not ours and does not show what it keeps; `reason` says why."""
+    """A foreign cache whose kept entries cannot be determined; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -99,7 +99,7 @@ class UnreadableError(PerturbkvError):
 class ActivationError(PerturbkvError):
     """NaN or Inf in a model's activations; the sample is marked failed and the run goes on.
 
-    `where` is what held them: the hidden states of a layer, the final norm's output, or the logits.
+    `where` names the activations: the hidden states of a layer, the final norm's output, or the logits.
     """
 
     exit_code = 1
@@ -110,7 +110,7 @@ class ActivationError(PerturbkvError):
 
 
 class FailedRunError(PerturbkvError):
-    """Every sample of a run failed; `failures` says why each did."""
+    """A run all of whose samples failed; `failures` has the reason of each."""
 
     exit_code = 1
     _TOLD = 3
@@ -126,13 +126,13 @@ class FailedRunError(PerturbkvError):
 
 
 class WorkerError(PerturbkvError):
-    """Workers that end whatever they are given to do, so that none is left to go on with."""
+    """Workers that end whatever task they get, so that none is left to go on with."""
 
     exit_code = 1
 
 
 class InterruptedRunError(PerturbkvError):
-    """Ctrl-C during a run: `kept` of `total` samples are in the journal beside `path`, and a same run goes on."""
+    """Ctrl-C during a run: `kept` of `total` samples are in the journal beside `path`, and the same run resumes."""
 
     exit_code = 130
 
@@ -146,7 +146,7 @@ class InterruptedRunError(PerturbkvError):
 
 
 class BoundError(PerturbkvError):
-    """A value above its upper bound: the theorem allows none, so the numbers are wrong."""
+    """A value above its upper bound, which contradicts the theorem, so that the numbers are wrong."""
 
     exit_code = 1
 
@@ -159,7 +159,7 @@ class BoundError(PerturbkvError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """The known names, those most like `name` first, the others in their own order."""
+    """Return the known names, those most similar to `name` first, the others in their own order."""
     names = list(known)
     close = difflib.get_close_matches(name[:_COMPARED], names, n=max(1, len(names)), cutoff=0.4)
     return close + [other for other in names if other not in close]

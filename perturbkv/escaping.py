@@ -1,9 +1,7 @@
-"""Text of which some parts are marked: in colours where there are some, in brackets where there are none.
+"""Escaping of foreign text, and text with highlighted spans: in colours where there are some, else in brackets.
 
-Foreign text as it may be shown: what a terminal obeys, or shows nobody, is written out.
-
-A model's answer, a file's name and an attribute of somebody's trace are text: none of them moves the cursor, titles the
-window or turns the line around.
+A model's answer, a file's name and an attribute of a trace are text: none of them may move the cursor, title the window
+or reverse the line. Control characters and invisible ones are replaced by visible signs or escapes.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ if TYPE_CHECKING:
 
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode's categories of what a terminal obeys, or does not show."""
+"""Unicode's categories of characters that a terminal obeys, or does not show."""
 _NEWLINE, _TAB, _SPACE = "↵", "⇥", "␣"
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one kind of text looks: rich's style, what stands around it without colours, its style in a notebook."""
+    """A style of text: rich's style, the brackets without colours, and the CSS in a notebook."""
 
     style: str
     opens: str
@@ -43,12 +41,13 @@ LOOKS: Mapping[str, Look] = {
     "plain": Look("", "", "", ""),
     "aside": Look("italic", "", "", "font-style:italic"),
 }
-"""Of both sides of a comparison, of the first alone, of the second alone, of neither; plain text; a remark of ours."""
+"""Tokens kept by both sides of a comparison, by the first alone, by the second alone, by neither; plain text; a remark.
+"""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Text of one look, a key of `LOOKS`; an aside stands on a line of its own."""
+    """Text of one look, a key of `LOOKS`; an aside is on a line of its own."""
 
     text: str
     look: str
@@ -56,12 +55,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Passage:
-    """Spans one behind the other; nothing in them is read as markup, and nothing hidden stays hidden."""
+    """Consecutive spans of text; markup and hidden characters in them are escaped."""
 
     spans: Sequence[Span]
 
     def drawn(self, coloured: bool) -> Text:
-        """The passage for a terminal."""
+        """Return the text for a terminal."""
         from rich.text import Text
 
         drawn = Text()
@@ -70,19 +69,19 @@ class Passage:
             if span.look == "aside" and drawn.plain and not drawn.plain.endswith("\n"):
                 drawn.append("\n")
             said = visible(span.text)
-            drawn.append(said if coloured or not look.opens else _marked(said, look), look.style or None)
+            drawn.append(said if coloured or not look.opens else _bracket(said, look), look.style or None)
             if span.look == "aside":
                 drawn.append("\n")
         drawn.rstrip()
         return drawn
 
     def as_html(self) -> str:
-        """The passage for a notebook."""
+        """Return the text for a notebook."""
         return f'<p style="font-family:monospace">{"".join(map(_as_html, self.spans))}</p>'
 
 
 def visible(text: str) -> str:
-    """The text with a sign for everything that a terminal would obey or hide; a newline keeps its effect."""
+    """Return the text with a sign for every control or invisible character; a newline keeps its effect."""
     return "".join(map(_sign, text))
 
 
@@ -95,8 +94,8 @@ def _sign(character: str) -> str:
     return f"<U+{code:04X}>" if unicodedata.category(character) in _HIDDEN else character
 
 
-def _marked(text: str, look: Look) -> str:
-    """The text between its marks, which do not enclose outer whitespace; spaces alone are a sign each."""
+def _bracket(text: str, look: Look) -> str:
+    """Return the text in brackets that exclude outer whitespace; a text of spaces becomes signs."""
     inner = text.strip(" \n")
     if not inner:
         return f"{look.opens}{text.replace(' ', _SPACE)}{look.closes}"
@@ -119,22 +118,22 @@ _IN_A_LINE = re.compile(r"[\n\t]")
 
 
 def plain(text: str) -> str:
-    r"""The text with `\x1b` for an escape character and the like; newlines and tabs stay.
+    r"""Return the text with `\x1b` for an escape character and the like; newlines and tabs stay.
 
-    What joins letters (U+200C, U+200D) stays too: scripts and emoji need it.
+    Joiners (U+200C, U+200D) stay too: scripts and emoji need them.
     """
-    return _OBEYED.sub(_written, text)
+    return _OBEYED.sub(_escape, text)
 
 
 def line(text: str) -> str:
-    r"""The same in one line, as a name has to be: `\n` and `\t` for newlines and tabs."""
-    return _IN_A_LINE.sub(_written, plain(text))
+    r"""Return the text as `plain` does, in one line, as names need it: `\n` and `\t` for newlines and tabs."""
+    return _IN_A_LINE.sub(_escape, plain(text))
 
 
 def in_json(document: str) -> str:
-    r"""A JSON document that says the same with `\u202e` for such characters, halves of pairs among them."""
+    r"""Return an equivalent JSON document with `\u202e` for such characters, lone surrogates among them."""
     return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], document)
 
 
-def _written(found: re.Match[str]) -> str:
+def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()

@@ -1,7 +1,7 @@
-"""How much memory there is, and what is said where it does not suffice.
+"""Free memory, and the error where it does not suffice.
 
-The system ends a process that takes more than there is without a word, so that what is known to be too much is refused
-before it is asked for; what could not be known is told in one line when it was asked for in vain.
+The system ends a process that takes more than there is without a message, so that a size that is known to be too large
+is refused before it is allocated; a failed allocation becomes a NoMemoryError of one line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container may take, in both versions of Linux' control groups."""
-_TOLD = re.compile(
+"""A container's memory limit, in both versions of Linux' control groups."""
+_MESSAGES = re.compile(
     r"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]?i?B)"
     r"|(Storage size calculation overflowed)|(Cannot allocate memory)",
     re.IGNORECASE,
 )
-"""What torch on a CPU and on a GPU, NumPy and the system say."""
+"""Messages of torch on a CPU and on a GPU, of NumPy and of the system."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 LOWER = (
     "shorter prompts (--length, --max-tokens), fewer configurations at once (--max-memory), a smaller --chunk-mib or "
@@ -35,9 +35,10 @@ LOWER = (
 
 
 def free(device: torch.device) -> int:
-    """Bytes that a process may still take on a device: of a GPU, or of this machine, swap included, and its limits.
+    """Return the bytes that a process may still allocate on a GPU, or on this machine.
 
-    A GPU that shares the machine's memory takes what the machine has: files that it caches there are let go.
+    On the machine swap counts, and the limits of process and container apply. A GPU that shares the machine's memory
+    gets what the machine has, including the page cache.
     """
     import torch
 
@@ -54,7 +55,7 @@ def free(device: torch.device) -> int:
 
 
 def _process() -> Iterator[int]:
-    """What this process may take, where the system has such limits."""
+    """Yield this process's memory limits, where the system has such."""
     with suppress(ImportError):
         import resource
 
@@ -79,28 +80,28 @@ def check(needed: int, device: torch.device, what: str, instead: str) -> None:
 
 @contextmanager
 def told(lower: str = LOWER) -> Iterator[None]:
-    """Around what takes memory by a user's sizes: that there is none left is a NoMemoryError. `lower` is what to do.
+    """Raise NoMemoryError for a failed allocation inside the block; `lower` is what to do.
 
     Works as a decorator too. Every other error passes.
     """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        found = _TOLD.search(str(error))
+        found = _MESSAGES.search(str(error))
         if found is None and not isinstance(error, MemoryError):
             raise
-        wanted = f": {_wanted(found)} wanted" if found and found[1] else ""
+        wanted = f": {_requested_size(found)} wanted" if found and found[1] else ""
         where = " on the GPU" if "CUDA" in str(error) else ""
         msg = f"there is not enough memory{where}{wanted}; {lower}"
         raise NoMemoryError(msg) from None
 
 
-def _wanted(found: re.Match[str]) -> str:
-    """The size, torch's bytes in a unit that is read."""
+def _requested_size(found: re.Match[str]) -> str:
+    """Return the size in words, torch's bytes in a readable unit."""
     return said(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
 
 
 def said(size: int) -> str:
-    """For example `121.5 GiB`."""
+    """Return a size in words, such as `121.5 GiB`."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     return f"{size} bytes" if power == 0 else f"{size / 2 ** (10 * power):.1f} {_UNITS[power]}"

@@ -17,12 +17,12 @@ ROWS = {
     "kept_byte": ("kept_offset", "kept_length"),
     "prompt_entry": ("prompt_offset", "prompt_count"),
 }
-"""Axes along which all samples lie one behind the other -> variables that tell where places begin and how many."""
+"""Axes along which the data of all samples are concatenated -> variables with each sample's offset and count."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One stored quantity: its axes without `sample` (which comes first), its unit, what it is, its type."""
+    """A stored variable: its axes without `sample` (which comes first), its unit, long name and dtype."""
 
     dims: tuple[str, ...]
     units: str
@@ -32,17 +32,17 @@ class Variable:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Its axes in a trace: some lie in one row of all samples, everything else has `sample` first."""
+        """The variable's axes in a trace: `sample` first, unless all samples are concatenated along one axis."""
         return self.dims if self.in_rows else ("sample", *self.dims)
 
     @property
     def in_rows(self) -> bool:
-        """Whether all samples of it lie one behind the other."""
+        """Whether all samples of the variable are concatenated along one axis."""
         return not ROWS.keys().isdisjoint(self.dims)
 
     @property
     def raw(self) -> bool:
-        """Whether it holds outputs themselves, stored with `--save outputs` alone."""
+        """Whether the variable holds head outputs, hidden states or attention, stored only with `--save outputs`."""
         return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
 
 
@@ -218,28 +218,29 @@ VARIABLES: dict[str, Variable] = {
 }
 
 MEASURED = "measured_layers"
-"""Attribute of a trace of some of a model's layers: which of how many, as `configs.layer_types.told` writes it."""
+"""Trace attribute with the indices of the measured layers, where not all are, as `configs.layer_types.told` writes it.
+"""
 
 TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt_text")
-"""What shows the prompt itself, and is no number that was measured: a trace may go without."""
+"""Variables with the prompt's text and tokens: not measurements, and optional in a trace."""
 
 ANSWER_TEXT = ("answer_full", "answer", "expected_answers")
-"""What shows the answers themselves, likewise: it is decoded from the tokens that a trace holds."""
+"""Variables with the answers' text, decoded from the stored tokens; optional in a trace."""
 
 KEPT = ("kept_offset", "kept_length", "kept_code")
-"""What shows which entries were kept, not only how many: a trace may go without."""
+"""Variables that store which entries were kept, not only how many; optional in a trace."""
 DIGEST = "kept_digest"
-"""What tells equal kept sets from others where a trace goes without their positions."""
+"""The variable that identifies equal kept sets in a trace without kept positions."""
 
 PREFILLS = ("prefill_seconds", "prefill_seconds_full")
-"""What prefills took, of configurations that have one of their own; NaN where none has."""
+"""Durations of prefills, for configurations that have a prefill of their own; NaN for others."""
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
-"""Variables of all configurations together: of some of them nothing is known."""
+"""Variables summed over all configurations; undefined for a subset of them."""
 
 
 def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Axis name -> length, of variables of these shapes. Raises TraceError where two of them disagree."""
+    """Return axis name -> length for variables of these shapes. Raises TraceError where two of them disagree."""
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():
         dims = VARIABLES[name].dims

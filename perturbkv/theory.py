@@ -20,7 +20,7 @@ WORK = torch.float64
 def decode_attention(
     query: Float[Tensor, "head d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float
 ) -> Float[Tensor, "head key"]:
-    """A: softmax attention weights of one decoding query over all its entries (paper, eq. 2)."""
+    """Return A, the softmax attention weights of one decoding query over all its entries (paper, eq. 2)."""
     return decode_weights(query, key, scale)[0]
 
 
@@ -31,9 +31,9 @@ def decode_weights(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-    """A, and the weight of each head's sink: an entry without a value that always stays; 0 where there is none.
+    """Return A and the softmax weight of each head's sink, 0 for heads without one.
 
-    Keys that are not `present` are no entries.
+    A sink is an entry without a value that always stays. Keys that are not `present` take no part in the softmax.
     """
     return softmax_with_sinks(decode_logits(query, key, scale, present), sinks)
 
@@ -44,7 +44,7 @@ def decode_logits(
     scale: float,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head key"]:
-    """What A is the softmax of; −∞ for keys that are not `present`."""
+    """Return the scaled logits whose softmax is A; −∞ for keys that are not `present`."""
     heads, d_head = query.shape
     grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
     logits = grouped @ key.to(WORK).transpose(1, 2) * scale
@@ -59,7 +59,7 @@ def log_total(
     scale: float,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """The logarithm of Z: the log-sum-exp of all of a head's logits, its sink's among them."""
+    """Return log Z, the log-sum-exp of all logits of a head, including its sink's."""
     total = decode_logits(query, key, scale).logsumexp(dim=-1)
     return total if sinks is None else torch.logaddexp(total, sinks.to(WORK))
 
@@ -72,7 +72,10 @@ def attended(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head d_head"]:
-    """Σ A V of these entries, whatever they are: of quantised ones A' is no share of A, but their own softmax."""
+    """Return Σ A V over the given entries, with A their own softmax.
+
+    For quantised entries the evicted weights A' are not a renormalised part of the full A, so they are computed anew.
+    """
     weights, _ = decode_weights(query, key, scale, sinks, present)
     return weighted_sums(weights.unsqueeze(0), value)[0]
 
@@ -80,7 +83,7 @@ def attended(
 def softmax_with_sinks(
     logits: Float[Tensor, "head *query key"], sinks: Float[Tensor, " head"] | None
 ) -> tuple[Float[Tensor, "head *query key"], Float[Tensor, head * query]]:
-    """Weights of entries, and those of the sinks, which are one more logit in every row of their head."""
+    """Return the softmax weights of the entries and of the sinks; a sink is one more logit in every row of its head."""
     if sinks is None:
         return logits.softmax(dim=-1), torch.zeros_like(logits[..., 0])
     own = sinks.to(logits.dtype).view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
@@ -91,14 +94,14 @@ def softmax_with_sinks(
 def weighted_sums(
     weights: Float[Tensor, "config head key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
-    """Σ_i weights_i x_i of each head's entries; all configurations of a key/value head go through one product."""
+    """Return Σ_i weights_i x_i over each head's entries; all configurations of a key/value head share one product."""
     return _grouped_sums(_by_kv_head(weights, len(summands)).contiguous(), summands.to(weights.dtype))
 
 
 def _by_kv_head(
     weights: Shaped[Tensor, "config head key"], kv_heads: int
 ) -> Shaped[Tensor, "kv_head config group key"]:
-    """The same numbers, the heads of a key/value head together: a view."""
+    """Return a view of the weights in which query heads are grouped by their key/value head."""
     return weights.view(len(weights), kv_heads, -1, weights.shape[-1]).transpose(0, 1)
 
 
@@ -110,20 +113,20 @@ def _grouped_sums(
 
 
 def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O^h of every head in `WORK`, with `w_o` as `o_proj.weight` holds it; made once for all that is projected."""
+    """Return W_O^h of every head in `WORK` precision, from `w_o` in the layout of `o_proj.weight`; once per layer."""
     return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
 
 
 def projected(
     head_output: Float[Tensor, "*batch head d_head"], slices: Float[Tensor, "head d_head d_model"]
 ) -> Float[Tensor, "*batch head d_model"]:
-    """x_h W_O^h: what each head's vector x_h contributes to the attention output (METHOD: o_h)."""
+    """Return x_h W_O^h, the contribution of each head's vector x_h to the attention output (METHOD: o_h)."""
     return torch.einsum("...hk,hkd->...hd", head_output.to(WORK), slices)
 
 
 @dataclass(frozen=True)
 class KeptSums:
-    """What the kept entries of each head add up to.
+    """Sums over the kept entries of each head.
 
     Attributes:
         mass: S = Σ N A; of stage 1 and the always-kept entries it is `sigma_stage1`.
@@ -138,10 +141,10 @@ class KeptSums:
 
 @dataclass(frozen=True)
 class Summands:
-    """What is summed over a layer's entries, side by side, so that one product makes all sums.
+    """The columns that are summed over a layer's entries, side by side, so that one product gives all sums.
 
     Attributes:
-        columns: V, then ν of each of the group's heads, then 1.
+        columns: V, then ν of each query head of the group, then 1.
         d_head: how many of the columns are V.
     """
 
@@ -149,29 +152,29 @@ class Summands:
     d_head: int
 
     def of_first(self, entries: int) -> Summands:
-        """Those of the first entries alone: a view."""
+        """Return a view of the first `entries` entries."""
         return Summands(self.columns[:, :entries], self.d_head)
 
     def without_values(self) -> Summands:
-        """The same with nothing to mix: a view."""
+        """Return a view without the columns of V."""
         return Summands(self.columns[..., self.d_head :], 0)
 
     def smallest_norms(self) -> Float[Tensor, " head"]:
-        """M = min ν of each head."""
+        """Return M = min ν of each head."""
         return self.columns[..., self.d_head : -1].amin(dim=1).flatten()
 
     def sums(self, weights: Float[Tensor, "config head key"]) -> KeptSums:
-        """Σ weights · summands of every head, each with its own ν."""
-        return self._told_apart(weighted_sums(weights, self.columns))
+        """Return Σ weights · summands of every head, each with its own ν."""
+        return self._split_columns(weighted_sums(weights, self.columns))
 
     def kept_sums(self, attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]) -> KeptSums:
-        """Σ N A · summands; the weights are written once, in the order in which they are summed."""
+        """Return Σ N A · summands; the weights are written once, in the order in which they are summed."""
         grouped, alone = (_by_kv_head(one, len(self.columns)) for one in (kept, attention.unsqueeze(0)))
         weights = torch.mul(alone, grouped, out=attention.new_empty(grouped.shape))
-        return self._told_apart(_grouped_sums(weights, self.columns))
+        return self._split_columns(_grouped_sums(weights, self.columns))
 
-    def _told_apart(self, found: Float[Tensor, "config head column"]) -> KeptSums:
-        """Of all columns, each head's own."""
+    def _split_columns(self, found: Float[Tensor, "config head column"]) -> KeptSums:
+        """Select each head's own ν column from those of its group."""
         configs, heads, _ = found.shape
         own = self.d_head + torch.arange(heads, device=found.device) % (heads // len(self.columns))
         weighted = found.gather(-1, own.view(1, -1, 1).expand(configs, -1, 1)).squeeze(-1)
@@ -179,7 +182,7 @@ class Summands:
 
 
 def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
-    """`Summands` of a layer's values and value norms, in `WORK`."""
+    """Return the `Summands` of a layer's values and value norms, in `WORK` precision."""
     per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
     columns = torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
     return Summands(columns, value.shape[-1])
@@ -191,17 +194,17 @@ def kept_sums(
     kept: Bool[Tensor, "config head key"],
     sink: Float[Tensor, " head"] | None = None,
 ) -> KeptSums:
-    """All sums over kept entries that perturbation and bounds are made of, in one product.
+    """Return all sums over kept entries that perturbation and bounds need, in one product.
 
-    `sink` is the weight of each head's sink, which always stays, and adds nothing but mass.
+    `sink` is the weight of each head's sink, which always stays and adds only to the mass.
     """
-    found = summands.kept_sums(attention, kept)
-    return found if sink is None else replace(found, mass=found.mass + sink)
+    sums = summands.kept_sums(attention, kept)
+    return sums if sink is None else replace(sums, mass=sums.mass + sink)
 
 
 @dataclass(frozen=True)
 class Distances:
-    """How far vectors moved (METHOD: L1 and the measures beside it).
+    """Distances between two sets of vectors u and v (METHOD: L1, and the other measures reported with it).
 
     Attributes:
         l1, l2: ‖v − u‖₁ and ‖v − u‖₂.
@@ -214,12 +217,12 @@ class Distances:
 
 
 def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*batch d_model"]) -> Distances:
-    """Distances of u = `full` from v = u + δ, where δ is `moved`.
+    """Return the distances of u = `full` from v = u + δ, where δ is `moved`.
 
-    1 − cos is not computed by subtracting cos from 1, which leaves nothing below 1e-16: δ is split into its part along
-    u and the rest p, so that v = (t, p) beside u and 1 − cos = p² / (‖v‖ (‖v‖ + t)), exact to about ε ‖δ‖ / ‖p‖. Two
-    vectors of no length are at distance 0; one of no length, or of one that is rounding beside the other's, is at
-    distance 1 from any other, as it has no direction.
+    1 − cos is not computed by subtracting cos from 1, which leaves nothing below 1e-16: δ is split into its component
+    along u and the orthogonal rest p, so that with t the component of v along u, 1 − cos = p² / (‖v‖ (‖v‖ + t)), exact
+    to about ε ‖δ‖ / ‖p‖. Two zero vectors are at distance 0. A vector that is zero, or no longer than the rounding
+    error of the other one, has no direction and is at distance 1 from any other.
     """
     length = torch.linalg.vector_norm(full, dim=-1)
     safe = length.where(length > 0, 1)
@@ -228,32 +231,32 @@ def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*bat
     toward = length + along
     other = torch.hypot(toward, across)
     near = across / other * (across / (other + toward))
-    apart = torch.where(toward > 0, near, 1 - toward / other)
-    nowhere = (length > 0).to(apart.dtype).expand_as(apart)
+    distance = torch.where(toward > 0, near, 1 - toward / other)
+    nowhere = (length > 0).to(distance.dtype).expand_as(distance)
     return Distances(
         l1=moved.abs().sum(dim=-1),
         l2=torch.hypot(along, across),
-        cosine=torch.where(other > 4 * torch.finfo(WORK).eps * length, apart, nowhere),
+        cosine=torch.where(other > 4 * torch.finfo(WORK).eps * length, distance, nowhere),
     )
 
 
 def noise_floors(measured: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype) -> Distances:
-    """What rounding alone shows of u = `full`: what was `measured` with everything kept, never below one rounding.
+    """Return the noise floors of u = `full`: the distances `measured` with everything kept, or one rounding error.
 
-    `inputs` is the type in which both sides were computed, ε its machine epsilon. Rounding moves a vector by ε of its
-    length, in L1 as in L2; as 1 − cos that is ε²/2, the distance between vectors at an angle of ε, which `distances`
-    tells from 0.
+    `inputs` is the dtype in which both sides were computed, ε its machine epsilon. Rounding moves a vector by ε times
+    its norm, in L1 as in L2; as 1 − cos that is ε²/2, the distance between vectors at an angle of ε, which `distances`
+    resolves.
     """
     epsilon = torch.finfo(inputs).eps
     return Distances(
-        l1=at_least(measured.l1, epsilon * full.abs().sum(dim=-1)),
-        l2=at_least(measured.l2, epsilon * torch.linalg.vector_norm(full, dim=-1)),
-        cosine=at_least(measured.cosine, torch.full_like(measured.cosine, epsilon**2 / 2)),
+        l1=floor_at_rounding(measured.l1, epsilon * full.abs().sum(dim=-1)),
+        l2=floor_at_rounding(measured.l2, epsilon * torch.linalg.vector_norm(full, dim=-1)),
+        cosine=floor_at_rounding(measured.cosine, torch.full_like(measured.cosine, epsilon**2 / 2)),
     )
 
 
-def at_least(measured: Float[Tensor, "*batch"], rounding: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """A noise floor: the larger of both, never 0, not even of a vector of no length (METHOD, protocol 4)."""
+def floor_at_rounding(measured: Float[Tensor, "*batch"], rounding: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """Return a noise floor: the larger of both, and never 0, even for a zero vector (METHOD, protocol 4)."""
     return torch.maximum(measured, rounding).clamp(min=torch.finfo(WORK).tiny)
 
 
@@ -264,24 +267,24 @@ def isolated_perturbation(
     slices: Float[Tensor, "head d_head d_model"],
     output: Float[Tensor, "head d_model"],
 ) -> Distances:
-    """Distances of o_h = Σ_i A_i V_i W_O^h from Σ_i A'_i V_i W_O^h with A' = N⊙A / ΣNA, each (config, head).
+    """Return the distances of o_h = Σ_i A_i V_i W_O^h from Σ_i A'_i V_i W_O^h with A' = N⊙A / ΣNA, each (config, head).
 
-    L1's is L_h (paper, eq. 5 and Theorem 1). `whole` is Σ A V over all entries and `output` what `projected` makes of
-    it; `mixed` Σ N A V and `mass` Σ N A over the kept ones.
+    The L1 distance is L_h (paper, eq. 5 and Theorem 1). `whole` is Σ A V over all entries and `output` its projection
+    by `projected`; `mixed` is Σ N A V and `mass` Σ N A over the kept entries.
     """
     return distances(output, projected(mixed / mass.unsqueeze(-1) - whole, slices))
 
 
-def corrected(
+def corrected_output(
     mixed: Float[Tensor, "head d_head"],
     mass: Float[Tensor, " head"],
     mean: Float[Tensor, "head d_head"],
     predicted: Float[Tensor, " head"],
 ) -> Float[Tensor, "head d_head"]:
-    """ô + (1 − Ŝ)(μ̂_gone − ô) before W_O (METHOD: the split of an evicted output).
+    """Return the corrected head output ô + (1 − Ŝ)(μ̂_gone − ô) before W_O (METHOD: the split of an evicted output).
 
-    `mixed` is Σ N A V and `mass` S = Σ N A of the kept entries; `mean` is μ̂_gone, and `predicted` the mass of what went
-    as it is predicted, both masses as shares of the full softmax: 1 − Ŝ = predicted / (S + predicted).
+    `mixed` is Σ N A V and `mass` S = Σ N A of the kept entries; `mean` is μ̂_gone, and `predicted` the predicted mass
+    of the evicted entries. Both masses are shares of the full softmax: 1 − Ŝ = predicted / (S + predicted).
     """
     return (mixed + predicted.unsqueeze(-1) * mean.to(WORK)) / (mass + predicted).unsqueeze(-1)
 
@@ -291,7 +294,7 @@ def propagated_perturbation(
     evicted: Float[Tensor, "row head d_head"],
     slices: Float[Tensor, "head d_head d_model"],
 ) -> tuple[Float[Tensor, "head d_model"], Distances]:
-    """o_h of the full run, and its distances from what the evicted runs computed (METHOD: propagated), (row, head).
+    """Return o_h of the full run and its distances (row, head) from the evicted runs' outputs (METHOD: propagated).
 
     Output and differences go through one product: subtracting two products would leave their rounding.
     """
@@ -301,7 +304,7 @@ def propagated_perturbation(
 
 
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
-    """The largest attention that any 0, 1, 2, … entries hold."""
+    """Return the largest attention mass that any 0, 1, 2, … entries of a head can have."""
     cumulative = attention.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     return torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
 
@@ -309,14 +312,14 @@ def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head co
 def sigma_topk(
     largest: Float[Tensor, "head count"], counts: Int[Tensor, "config head"]
 ) -> Float[Tensor, "config head"]:
-    """Σ Top_{b'}(A) out of the `largest_sums` of A (paper, Assumption 1); `counts` is b' = ⌊αb⌋."""
+    """Return Σ Top_{b'}(A) from the `largest_sums` of A (paper, Assumption 1); `counts` is b' = ⌊αb⌋."""
     clipped = counts.clamp(max=largest.shape[-1] - 1)
     return largest.expand(len(counts), -1, -1).gather(-1, clipped.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds of L and what they are made of, each (config, head)."""
+    """Upper bounds of L and the attention masses that they depend on, each (config, head)."""
 
     retained_mass: Float[Tensor, "config head"]
     sigma_stage1: Float[Tensor, "config head"]
@@ -331,10 +334,10 @@ def bounds(
     kept: KeptSums,
     stage1: KeptSums,
 ) -> Bounds:
-    """θ, θ̂ and θ̂_relax of each configuration (paper, eqs. 8, 14 and 18).
+    """Return θ, θ̂ and θ̂_relax of each configuration (paper, eqs. 8, 14 and 18).
 
-    `total` is C = Σ A ν and `smallest` M = min ν, both over all entries; `stage1` holds stage 1 and the always-kept
-    entries, a subset of `kept`. θ̂ is evidence, and θ̂ ≤ θ̂_relax holds, only where σ > 0.5.
+    `total` is C = Σ A ν and `smallest` is M = min ν, both over all entries; `stage1` sums over stage 1 and the
+    always-kept entries, a subset of `kept`. θ̂ is evidence, and θ̂ ≤ θ̂_relax holds, only where σ > 0.5.
     """
     slope = 2 - 1 / stage1.mass
     return Bounds(
@@ -347,14 +350,14 @@ def bounds(
 
 
 def drift(full: Float[Tensor, "*layer d_model"], evicted: Float[Tensor, "row *layer d_model"]) -> Distances:
-    """Distances of each evicted hidden state from the full run's (METHOD: Layer drift), each (row, *layer)."""
+    """Return the distances (row, *layer) of each evicted hidden state from the full run's (METHOD: Layer drift)."""
     return distances(full.to(WORK), evicted.to(WORK) - full.to(WORK))
 
 
 def logit_divergence(
     full: Float[Tensor, " vocab"], evicted: Float[Tensor, "row vocab"]
 ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
-    """KL(full ‖ evicted) in nats, and whether both pick the same token."""
+    """Return KL(full ‖ evicted) in nats, and whether both runs pick the same next token."""
     log_full = full.to(WORK).log_softmax(dim=-1)
     log_evicted = evicted.to(WORK).log_softmax(dim=-1)
     divergence = (log_full.exp() * (log_full - log_evicted)).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""What one sample yields, and what a whole run holds: NumPy arrays of the variables that `schema` declares."""
+"""The measurements of one sample and of a whole run, as NumPy arrays of the variables that `schema` declares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, KEY_AXIS, MEASURED, ROWS
 
 @dataclass(frozen=True)
 class SampleTrace:
-    """Everything measured on one sample.
+    """The measurements of one sample.
 
     Attributes:
         sample_id: the sample's name, unique in the run.
@@ -53,17 +53,17 @@ class SampleTrace:
         self.sizes()
 
     def sizes(self) -> dict[str, int]:
-        """Axis name -> length. Raises TraceError where two variables disagree."""
+        """Return axis name -> length. Raises TraceError where two variables disagree."""
         return axis_lengths(self.sample_id, self.shapes())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Variable name -> shape."""
+        """Return variable name -> shape."""
         return {name: array.shape for name, array in self.arrays.items()}
 
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample that gave no numbers: its name and the one line that says why."""
+    """A sample without measurements: its id and the reason in one line."""
 
     sample_id: str
     reason: str
@@ -101,23 +101,23 @@ class Trace:
 
     @property
     def measured(self) -> NDArray[np.bool_]:
-        """(sample, step) True where a step holds numbers: in a complete sample, before the end of its text.
+        """(sample, step) True where a step was measured: in a complete sample, before the end of its text.
 
-        A trace that does not say how many steps were measured has all of them.
+        In a trace without `steps_measured`, all steps of complete samples were measured.
         """
         steps = self.arrays["token_id"].shape[1]
         counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
         return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
     def layer_name(self, place: int) -> int:
-        """Which decoder layer stands at a place along `layer`: of a model that is measured in some alone, the index."""
-        told = self.attrs.get(MEASURED)
-        return layer_types.parsed(told)[0][place] if told else place
+        """Return the decoder layer at an index along `layer`; they differ where only some layers are measured."""
+        text = self.attrs.get(MEASURED)
+        return layer_types.parse_measured(text)[0][place] if text else place
 
     def get(self, name: str, analysis: str) -> NDArray[np.generic]:
-        """The variable over the complete samples only: (sample, …). Raises TraceError where the trace lacks it.
+        """Return a variable of the complete samples only: (sample, …). Raises TraceError where the trace lacks it.
 
-        `analysis` names who asks, for the message.
+        `analysis` names the caller in the error message.
         """
         if name not in self.arrays:
             record = " with --save outputs" if name in VARIABLES and VARIABLES[name].raw else ""
@@ -131,28 +131,28 @@ class Trace:
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array
 
     def kept(self, sample: int, config: int, layer: int, head: int) -> NDArray[np.int32]:
-        """(kept_entry,) positions that stayed, ascending. Raises TraceError where the trace lacks them."""
+        """Return the kept positions, (kept_entry,) ascending. Raises TraceError where the trace lacks them."""
         codes, offset, length = self._kept((sample, config, layer, head))
         start = int(offset)
         return kept_codec.positions(codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample]))
 
     def kept_masks(self, sample: int, config: int) -> NDArray[np.bool_]:
-        """(layer, head, key) True where a position stayed, of all heads at once. Raises TraceError as `kept`."""
+        """Return masks (layer, head, key), True where a position was kept. Raises TraceError as `kept`."""
         codes, offsets, lengths = self._kept((sample, config))
         tokens = int(self.arrays["prompt_tokens"][sample])
         return kept_codec.masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(*offsets.shape, tokens)
 
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
-        """(sample, layer, head) over the complete samples: True where two configurations keep the same positions.
+        """Return (sample, layer, head) over complete samples: True where two configurations keep the same positions.
 
-        Equal sets of one prompt have equal codes, which are compared once for all heads that share both; where
-        positions were left out, their digests. Raises TraceError where the trace has neither.
+        Equal sets of one prompt have equal codes; each distinct pair of codes is compared once. In a trace without
+        positions the digests are compared. Raises TraceError where the trace has neither.
         """
         if DIGEST in self.arrays:
             known = self.kept_digests()
             return np.asarray(known[:, first] == known[:, second])
         codes, *places = self._kept((self.ok,))
-        (here, there), (lengths, others) = ((held[:, first], held[:, second]) for held in places)
+        (here, there), (lengths, others) = ((values[:, first], values[:, second]) for values in places)
         same = np.asarray(lengths == others)
         distinct, of_head = np.unique(np.stack([here, there, lengths], axis=-1)[same], axis=0, return_inverse=True)
         equal = [
@@ -163,22 +163,23 @@ class Trace:
         return same
 
     def kept_digests(self) -> NDArray[np.int64]:
-        """(sample, config, layer, head) of the complete samples: equal where two sets of one prompt are; 0 if empty.
+        """Return digests (sample, config, layer, head) of complete samples: equal for equal sets, 0 if empty.
 
-        Stored ones, and those of positions that are stored. Raises TraceError where the trace has neither.
+        Digests are read where they are stored and computed where the positions are. Raises TraceError where the trace
+        has neither.
         """
         counts = self._whole("kept_count")
-        found = self._whole(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
+        digests = self._whole(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
         if KEPT[2] in self.arrays:
             offsets, lengths = (self._whole(name) for name in KEPT[:2])
             own = kept_codec.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
-            found = np.where(lengths > 0, own, found)
-        if ((found == 0) & (counts > 0)).any():
+            digests = np.where(lengths > 0, own, digests)
+        if ((digests == 0) & (counts > 0)).any():
             raise TraceError(self._no_positions())
-        return np.asarray(np.where(counts > 0, found, 0), dtype=np.int64)
+        return np.asarray(np.where(counts > 0, digests, 0), dtype=np.int64)
 
     def why_without_kept(self) -> str:
-        """What to do for kept positions, where a complete sample lacks them; empty where all have them."""
+        """Return what to do to get kept positions, where a complete sample lacks them; empty where all have them."""
         try:
             self._kept((self.ok,))
         except TraceError as error:
@@ -186,7 +187,7 @@ class Trace:
         return ""
 
     def config_index(self, label: str) -> int:
-        """Place of a configuration along `config`. Raises TraceError with the known labels."""
+        """Return the index of a configuration along `config`. Raises TraceError with the known labels."""
         labels = self.run.labels()
         if label not in labels:
             msg = f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'"
@@ -194,14 +195,14 @@ class Trace:
         return labels.index(label)
 
     def sample(self, name: str) -> SampleTrace | FailedSample:
-        """One sample's part, its kept positions alone, as it was measured. Raises TraceError for an unknown one."""
+        """Return one sample as it was measured, kept positions included. Raises TraceError for an unknown id."""
         if name not in self.sample_ids:
             msg = f"expected one of the trace's samples ({', '.join(self.sample_ids)}), got '{name}'"
             raise TraceError(msg)
         if name in self.failures:
             return FailedSample(name, self.failures[name])
         place = self.sample_ids.index(name)
-        return SampleTrace(name, part_of(lambda one, where: self.arrays[one][where], self.arrays, place))
+        return SampleTrace(name, sample_arrays(lambda one, where: self.arrays[one][where], self.arrays, place))
 
     def sel(
         self,
@@ -210,13 +211,13 @@ class Trace:
         where: Callable[[EvictionConfig], bool] = lambda config: True,
         **choices: Any,
     ) -> Trace:
-        """The part of some samples and configurations, in memory, which every analysis takes as it takes the whole.
+        """Return the trace of some samples and configurations, in memory; every analysis accepts it.
 
         Args:
-            sample: ids.
-            where: which configurations.
-            choices: what the configurations have: `policy="snapkv"`, `budget=128`, `selection_alpha=0.5`, or a list of
-                values.
+            sample: one sample id, or several.
+            where: predicate on configurations.
+            choices: values that the configurations must have: `policy="snapkv"`, `budget=128`, `selection_alpha=0.5`,
+                or a list of accepted values of each.
 
         Raises TraceError where nothing is left, or a sample or a field is unknown.
         """
@@ -229,16 +230,16 @@ class Trace:
             msg = f"expected choices of a configuration ({', '.join(known)}), got '{strange.pop()}'"
             raise TraceError(msg)
         taken = [self.sample(name) for name in ids]
-        places = [place for place, config in enumerate(self.run.configs) if where(config) and _has(config, choices)]
+        places = [place for place, config in enumerate(self.run.configs) if where(config) and _matches(config, choices)]
         if not places or not ids:
             msg = f"expected a configuration of {choices} and a sample of {list(ids)}, got a trace without"
             raise TraceError(msg)
         run = replace(self.run, samples=len(ids), configs=tuple(self.run.configs[place] for place in places))
-        return Trace.of(run, [_of_configs(one, places) for one in taken], self.attrs)
+        return Trace.of(run, [_select_configs(one, places) for one in taken], self.attrs)
 
     @staticmethod
     def of(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], attrs: Mapping[str, str]) -> Trace:
-        """The trace of a run's samples, in their order. Raises TraceError where their axes do not fit together."""
+        """Return the trace of a run's samples, in their order. Raises TraceError where their axes differ."""
         failures = {one.sample_id: one.reason for one in samples if isinstance(one, FailedSample)}
         ids = tuple(one.sample_id for one in samples)
         shapes = ((one.sample_id, one.shapes() if isinstance(one, SampleTrace) else None) for one in samples)
@@ -247,31 +248,31 @@ class Trace:
         filled = dict.fromkeys(ROWS, 0)
         for where, one in enumerate(samples):
             if isinstance(one, SampleTrace):
-                place(arrays, where, one, filled)
+                write_sample(arrays, where, one, filled)
         return Trace(run, ids, arrays, failures, dict(attrs))
 
     def save(self, path: str | Path) -> Path:
-        """Write the trace file, whole or not at all; a file that is there is replaced."""
+        """Write the trace file, whole or not at all; an existing file is replaced."""
         written: Path = _storage("trace.trace_writing").save(self, Path(path))
         return written
 
     def to_xarray(self) -> Any:
-        """An `xarray.Dataset` with the names, axes and units of a trace file."""
+        """Return an `xarray.Dataset` with the names, axes and units of a trace file."""
         return _storage("trace.export").to_dataset(self)
 
     def to_frame(self) -> Any:
-        """A `pandas.DataFrame`: a row per sample × configuration × step × layer × head, as `export` writes it."""
+        """Return a `pandas.DataFrame` with a row per sample × configuration × step × layer × head, as `export` does."""
         return _storage("trace.export").to_table(self)
 
     def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """The codes of kept sets, and where those at a place of the axes begin and how long they are."""
-        told = [self.arrays[name][where] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
-        if len(told) < 3 or ((told[1] == 0) & (told[2] != 0)).any():
+        """Return the codes of all kept sets, with the offsets and lengths of those at an index. Raises TraceError."""
+        stored = [self.arrays[name][where] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
+        if len(stored) < 3 or ((stored[1] == 0) & (stored[2] != 0)).any():
             raise TraceError(self._no_positions())
-        return np.asarray(self.arrays["kept_code"]), np.asarray(told[0]), np.asarray(told[1])
+        return np.asarray(self.arrays["kept_code"]), np.asarray(stored[0]), np.asarray(stored[1])
 
     def _whole(self, name: str) -> NDArray[np.int64]:
-        """Of the complete samples."""
+        """Return a variable of the complete samples, as int64."""
         return np.asarray(self.arrays[name][self.ok], dtype=np.int64)
 
     def _no_positions(self) -> str:
@@ -299,57 +300,58 @@ class Trace:
 
 
 def _storage(module: str) -> ModuleType:
-    """A module of `perturbkv.storage`, reached by name: what writes and converts traces lies above and knows them."""
+    """Import a module of `perturbkv.storage` by name: reading and writing of traces lies above this module."""
     return importlib.import_module(f"perturbkv.storage.{module}")
 
 
-def part_of(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
-    """One complete sample's part of the named variables, of which `read` gives what stands somewhere.
+def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
+    """Return one complete sample's part of the named variables; `read(name, index)` gives the values at an index.
 
-    Of rows that lie behind those of other samples its own alone, and offsets counted from their beginning.
+    From concatenated variables only the sample's own entries are taken, and their offsets are counted from the first.
     """
-    wanted, found = list(names), {}
+    wanted, arrays = list(names), {}
     if "prompt_count" in wanted and not read("prompt_count", place):
         wanted = [name for name in wanted if name not in TEXT]
     if "expected_answers" in wanted and not str(read("expected_answers", place)):
         wanted = [name for name in wanted if name not in ANSWER_TEXT]
     rows = {name: VARIABLES[name].dims[0] for name in wanted if VARIABLES[name].in_rows}
-    begin_and_end = {axis: _rows(read, *ROWS[axis], place) for axis in set(rows.values())}
+    begin_and_end = {axis: _sample_rows(read, *ROWS[axis], place) for axis in set(rows.values())}
     for name in wanted:
-        found[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else place))
+        arrays[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else place))
     for axis, own in begin_and_end.items():
         offset, _ = ROWS[axis]
-        if offset in found:
-            found[offset] = np.maximum(found[offset] - own.start, 0)  # what holds nothing may begin anywhere
-    return found
+        if offset in arrays:
+            arrays[offset] = np.maximum(arrays[offset] - own.start, 0)  # what holds nothing may begin anywhere
+    return arrays
 
 
-def _rows(read: Callable[[str, Any], Any], offset: str, count: str, place: int) -> slice:
-    """Where a sample's places begin and end in the one row of all samples; some may point to nothing."""
+def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, place: int) -> slice:
+    """Return the slice of one sample in a concatenated axis; entries of count 0 may have any offset."""
     offsets, counts = (np.asarray(read(name, place)) for name in (offset, count))
-    held = counts > 0
-    return slice(int(offsets[held].min()), int((offsets + counts)[held].max())) if held.any() else slice(0, 0)
+    used = counts > 0
+    return slice(int(offsets[used].min()), int((offsets + counts)[used].max())) if used.any() else slice(0, 0)
 
 
-def _has(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
-    """Whether a configuration has these values, or one of the values of a list."""
-    held, written = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
+def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has these values, or one of the values of a list."""
+    values, written = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
     return all(
-        name in held and any(_plain(one) in (held[name], written.get(name, held[name])) for one in _listed(wanted))
+        name in values
+        and any(_plain_value(one) in (values[name], written.get(name, values[name])) for one in _as_values(wanted))
         for name, wanted in choices.items()
     )
 
 
-def _listed(wanted: Any) -> Iterable[Any]:
+def _as_values(wanted: Any) -> Iterable[Any]:
     return wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else (wanted,)
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     return value.value if isinstance(value, Budget) else str(value) if isinstance(value, Choice) else value
 
 
-def _of_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> SampleTrace | FailedSample:
-    """The part of a sample that some of its configurations measured."""
+def _select_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> SampleTrace | FailedSample:
+    """Return the part of a sample that belongs to some of its configurations, by index."""
     if isinstance(sample, FailedSample):
         return sample
     whole = len(places) == sample.sizes()["config"]
@@ -364,27 +366,28 @@ def _of_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> Sa
 
 
 class Arrays(Protocol):
-    """Arrays by name: a dictionary of NumPy's, or an HDF5 file."""
+    """Arrays by name: a dictionary of NumPy arrays, or an HDF5 file."""
 
     def __contains__(self, name: str, /) -> bool:
-        """Whether there is one of this name."""
+        """Return whether there is an array of this name."""
 
     def __getitem__(self, name: str, /) -> Any:
-        """The array, which takes assignments."""
+        """Return the array, which supports assignment to slices."""
 
 
 def whole_sizes(
     run: RunConfig, sample_ids: Sequence[str], shapes: Iterable[tuple[str, Mapping[str, tuple[int, ...]] | None]]
 ) -> tuple[dict[str, int], set[str]]:
-    """Axis lengths of a run's trace, and the variables that it holds; each sample's shapes, None of failed ones.
+    """Return the axis lengths of a run's trace, and the variables that it holds.
 
-    Raises TraceError where the samples' axes do not fit together.
+    `shapes` are each sample's shapes by variable, None for a failed one. Raises TraceError where the samples' axes
+    differ.
     """
     sizes: dict[str, int] = {}
     names: set[str] = {name for name, variable in VARIABLES.items() if not variable.optional}
-    for sample_id, held in shapes:
-        names |= set(held or ())
-        for axis, length in axis_lengths(sample_id, held or {}).items():
+    for sample_id, sample_shapes in shapes:
+        names |= set(sample_shapes or ())
+        for axis, length in axis_lengths(sample_id, sample_shapes or {}).items():
             if axis in ROWS:
                 sizes[axis] = sizes.get(axis, 0) + length
             elif axis == KEY_AXIS:
@@ -396,22 +399,22 @@ def whole_sizes(
     return least | sizes | {"sample": len(sample_ids)}, names
 
 
-def fill_of(dtype: str) -> float | str:
-    """What stands where nothing was measured: NaN in floats, 0 in integers, no text."""
+def fill_value(dtype: str) -> float | str:
+    """Return the fill value for what was not measured: NaN for floats, 0 for integers, "" for text."""
     if dtype == "str":
         return ""
     return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
 
 
 def _empty(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
-    """A variable of all samples with nothing in it."""
+    """Return an array of a variable for all samples, filled with `fill_value`."""
     variable = VARIABLES[name]
     dtype = object if variable.dtype == "str" else variable.dtype
-    return np.full([sizes[axis] for axis in variable.axes], fill_of(variable.dtype), dtype=dtype)
+    return np.full([sizes[axis] for axis in variable.axes], fill_value(variable.dtype), dtype=dtype)
 
 
-def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
-    """Put one sample at its place along `sample`, and behind the `filled` part of the axes that all samples share."""
+def write_sample(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
+    """Write one sample at index `where` along `sample`, and after the `filled` part of the concatenated axes."""
     if "steps_measured" in arrays:
         arrays["steps_measured"][where] = sample.sizes()["step"]  # all of them, unless it says
     sizes = sample.sizes()
@@ -431,6 +434,6 @@ def place(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int
 
 
 def _padded(array: NDArray[Any], length: int) -> NDArray[Any]:
-    """The array with nothing measured behind it, up to the length of its last axis."""
+    """Return the array padded with NaN to `length` along its last axis."""
     behind = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
     return np.pad(array, behind, constant_values=np.nan)

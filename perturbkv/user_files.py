@@ -1,8 +1,8 @@
-"""Files that a user names, read whole: regular ones, of a size that can be meant, in UTF-8, and JSON that is JSON.
+"""Reading files that a user names: regular files of limited size, UTF-8 text, and strict JSON.
 
-What is none of that is refused before a byte too many is read, in one line that names the file. A named pipe that
-nobody writes to would be waited for, and a device never ends; a pipe that the shell opened for this process, `<(…)` or
-`|`, has a writer.
+Any other file is refused, in one line that names it, before more than the limit is read. A named pipe without a writer
+would block for ever, and a device never ends; a pipe that the shell opened for this process, `<(…)` or `|`, has a
+writer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a file is to be, for whoever names another one.
+    """A kind of file: its description, size limit and error.
 
     Attributes:
-        what: in words, such as "a sweep file (YAML)".
-        error: is raised for another file.
-        most: bytes of the largest one.
-        hint: what to do, behind a semicolon.
+        what: description, such as "a sweep file (YAML)".
+        error: the exception for another file.
+        most: largest size in bytes.
+        hint: what to do, after a semicolon.
     """
 
     what: str
@@ -45,34 +45,34 @@ class FileKind:
     hint: str = ""
 
     def check(self, path: Path, piped: bool = False) -> None:
-        """Raise `error` unless a regular file of at most `most` bytes lies there.
+        """Raise `error` unless the path is a regular file of at most `most` bytes.
 
-        `piped`: whether a pipe that the shell opened will do, which is read once and from its beginning.
+        `piped`: whether a pipe that the shell opened is accepted too; it can be read only once, from its beginning.
         """
         try:
             found = path.stat()
         except OSError as error:
-            raise self.refusal(path, "nothing" if isinstance(error, FileNotFoundError) else _said(error)) from None
+            raise self.refusal(path, "nothing" if isinstance(error, FileNotFoundError) else _reason(error)) from None
         kind = _KINDS.get(stat.S_IFMT(found.st_mode))
-        if kind and not (piped and stat.S_ISFIFO(found.st_mode) and _is_opened(path)):
+        if kind and not (piped and stat.S_ISFIFO(found.st_mode) and _is_shell_pipe(path)):
             raise self.refusal(path, f"{kind}, not a regular file")
         if found.st_size > self.most:
             raise self.refusal(path, f"{found.st_size:,} bytes, more than {self.most // MIB:,} MiB")
 
     def read_bytes(self, path: Path) -> bytes:
-        """The file's bytes. Raises `error`."""
+        """Return the file's bytes. Raises `error`."""
         self.check(path, piped=True)
         try:
             with path.open("rb") as stream:
                 content = stream.read(self.most + 1)
         except OSError as error:
-            raise self.refusal(path, _said(error)) from None
+            raise self.refusal(path, _reason(error)) from None
         if len(content) > self.most:
             raise self.refusal(path, f"more than {self.most // MIB:,} MiB")
         return content
 
     def read_text(self, path: Path) -> str:
-        """The file's text, a byte order mark left out and every line's end a newline. Raises `error`."""
+        """Return the file's text, without a byte order mark and with newlines as line ends. Raises `error`."""
         content = self.read_bytes(path)
         try:
             return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -81,7 +81,7 @@ class FileKind:
             raise self.refusal(path, f"no UTF-8 text (line {line}: {error.reason})") from None
 
     def read_json(self, path: Path) -> Any:
-        """The value that the file holds as JSON. Raises `error`."""
+        """Return the value of a JSON file. Raises `error`."""
         text = self.read_text(path)
         try:
             return parse_json(text)
@@ -89,21 +89,21 @@ class FileKind:
             raise self.refusal(path, f"text that is no JSON ({error})") from None
 
     def refusal(self, path: Path, got: str) -> PerturbkvError:
-        """The error for a file that is something else."""
+        """Return the error for a file that is something else."""
         return self.error(f"expected {self.what} at {path}, got {got}{self.hint and f'; {self.hint}'}")
 
 
-def _is_opened(path: Path) -> bool:
+def _is_shell_pipe(path: Path) -> bool:
     return path == Path("/dev/stdin") or path.parent in _DESCRIPTORS
 
 
 def parse_json(text: str, finite: bool = True) -> Any:
-    """The value of a JSON text. Raises ValueError, in a few words, for what is none.
+    """Return the value of a JSON text. Raises ValueError, in a few words, for an invalid one.
 
-    `finite`: whether NaN and infinities are none, which Python writes into JSON.
+    `finite`: whether NaN and infinities, which Python writes into JSON, are invalid.
 
-    Python's own parser takes NaN and Infinity too, makes infinity of 1e999, and says of deep or long ones what a user
-    cannot act upon.
+    Python's own parser accepts NaN and Infinity, makes infinity of 1e999, and its errors for deep or long texts do not
+    help a user.
     """
     try:
         if not finite:
@@ -143,5 +143,5 @@ def _cut(digits: str) -> str:
     return digits if len(digits) <= 20 else f"{digits[:20]}…"
 
 
-def _said(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return f"'{error.strerror or os.strerror(error.errno or 0)}'"

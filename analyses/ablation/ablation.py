@@ -1,162 +1,128 @@
-"""Where does a gain come from: un-pooling, the value norms, or the group's product? (METHOD: controls.).
-
-The tables of the ablation: each ingredient over the baseline, and over the row that lacks it.
-"""
+"""Gains of un-pooling, the value norms and the group's product, each by itself (METHOD: controls)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import isnan
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
-from perturbkv.analyses.ablation.ingredients import BASELINE, Row, Setting, left_out, settings
-from perturbkv.analyses.heads.head_comparison import HeadKind
-from perturbkv.analyses.outcomes import OfSettings, by_head
-from perturbkv.analyses.pairing import short_names
-from perturbkv.analyses.stats.arithmetic import plain
-from perturbkv.analyses.text import Case, compared, decided, difference, extremes, over, same, sentence, tally_verdicts
+from perturbkv.analyses.ablation.ingredients import BASELINE, Setting, left_out, settings
+from perturbkv.analyses.columns import column, record
+from perturbkv.analyses.outcomes import SettingsResult, by_head
+from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.text import (
+    ALIKE,
+    FEW,
+    LESS,
+    MORE,
+    UNDECIDED,
+    Case,
+    comparison,
+    difference,
+    extremes,
+    sample_note,
+    sentence,
+    tally,
+)
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.trace import Trace
-
-_COLUMNS = ("", "#α", "#held /\nfull", "", "#Σ of all\nheads", "#median\nhead", "#heads\nbetter")
-_KINDS = {"isolated": "isol.", "propagated": "prop."}
-
-
-def of_setting(setting: Setting, with_policy: bool) -> list[Table | str]:
-    """Its rows over the baseline, what each ingredient brings, and the lines between; `with_policy` in its title."""
-    shown = [_baseline(setting), *_lines(setting.rows)]
-    controls = ", ".join(config.selection.name for config in setting.controls)
-    absent = [f"not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
-    policy = f"{setting.baseline.policy.name} " if with_policy else ""
-    title = "what each ingredient brings: L1 over that without it"
-    return [
-        Table(f"{policy}{setting.setting}: L1 over the baseline's", _COLUMNS, shown),
-        _half(setting),
-        f"controls, of the same budget and protection: {controls}",
-        *absent,
-        *([Table(title, _COLUMNS, _lines(setting.brings))] if setting.brings else []),
-    ]
-
-
-def _half(setting: Setting) -> str:
-    """In how many heads half of the setting's baseline lies."""
-    kinds = (setting.rows[0].compared.isolated, setting.rows[0].compared.propagated)
-    shares = " and ".join(text.percent(kind.half_share) for kind in kinds)
-    return f"half of the baseline's Σ lies in {shares} of the heads (isolated and propagated)"
-
-
-def _baseline(setting: Setting) -> list[str]:
-    return [BASELINE, "", text.held(setting.rows[0].compared.held[0]), "both", "1", "1", ""]
-
-
-def _lines(rows: Iterable[Row]) -> list[list[str]]:
-    """A line per row and kind of perturbation, each name once."""
-    found, before = [], ""
-    for row in rows:
-        name = [row.name if row.name != before else "", row.alpha_told]
-        named = [*name, text.held(row.compared.held[1])]
-        for kind, word in _KINDS.items():
-            found.append([*named, word, *_cells(getattr(row.compared, kind))])
-            named = [""] * len(named)
-        before = row.name
-    return found
-
-
-def _cells(kind: HeadKind) -> list[str]:
-    return [
-        text.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"),
-        text.decimal(kind.median_ratio, kind.median_ratio_interval, apart="\n"),
-        text.percent(kind.better_share, kind.better_share_interval, "\n"),
-    ]
-
 
 _METHOD = "two-stage"
 _PARTS = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
-_FOUND = {-1: ("less", "less"), 1: ("more", "more"), 0: ("undecided", "undecided")}
+_WORDS = {
+    LESS: ("less", "less"),
+    MORE: ("more", "more"),
+    ALIKE: ("nothing", "nothing"),
+    UNDECIDED: ("undecided", "undecided"),
+}
 
 
-@dataclass(frozen=True, repr=False)
-class Ablation(OfSettings[Setting]):
-    """Every setting of a trace that holds the baseline and something to compare with it.
+@record
+class Ablation(SettingsResult):
+    """Each ingredient of the two-stage selection, in every setting that holds the baseline and something else."""
 
-    A setting: what shares everything but selection, group's product and α.
+    SECTION = "ablation"
+    SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "median_ratio", "better_share")
+    FIRST = "ingredient"
+    IGNORED: ClassVar[tuple[str, ...]] = ("alpha", "product")
 
-    Attributes:
-        left_out: configurations that are in none of them.
-    """
-
-    left_out: tuple[EvictionConfig, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        return {**super().to_dict(), "left_out": plain(list(self.left_out))}
+    settings: tuple[Setting, ...] = column("one per policy, budget, granularity and so on")
+    left_out: tuple[EvictionConfig, ...] = column(
+        "configurations in no setting, as nothing there but controls can be compared"
+    )
 
     def conclusion(self) -> str:
-        """By how much the two-stage selection perturbs less than the baseline, and which ingredient brings it."""
-        method = _METHOD if self._cases(_METHOD) else self.settings[0].rows[0].name
-        said = compared(method, BASELINE, self._cases(method))
+        """Return by how much two stages perturb less than the baseline, and which ingredient brings it."""
+        method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
         parts = [self._part(name, words) for name, words in _PARTS.items()]
-        told = "; ".join(filter(None, (said, *parts)))
-        return sentence(f"{told} (propagated, all heads; {over(self.identity.samples)})", method)
+        clauses = "; ".join(filter(None, (comparison(method, BASELINE, self.cases(method)), *parts)))
+        return sentence(f"{clauses} (propagated, all heads; {sample_note(self.identity.samples)})", method)
 
-    def tables(self) -> list[Table | str]:
-        """Of each setting its rows over the baseline, and what each ingredient adds to the row without it."""
-        policies = {setting.baseline.policy.name for setting in self.settings}
-        shown = [part for setting in self.settings for part in of_setting(setting, with_policy=len(policies) > 1)]
-        return [*shown, *([_about(self.left_out)] if self.left_out else [])]
+    def title(self) -> str:
+        """Return what the ratios are over, and of a single setting its choices."""
+        policies = dict.fromkeys(setting.baseline.policy.name for setting in self.settings)
+        where = f": {', '.join(policies)} {self.settings[0].setting}" if len(self.settings) == 1 else ""
+        return f"L1 over that of {BASELINE}{where}"
 
-    def notes(self) -> str:
-        """What sums, medians and rows mean."""
-        kind = self.settings[0].rows[0].compared.propagated
-        return (
-            f"{text.about_intervals(self.identity.samples)} Isol., prop.: isolated and propagated. Σ: of all heads; "
-            "a few may carry half of it, so beside it the median head's ratio. Heads better: mean over samples of each "
-            f"sample's share. {text.ABOUT_TIES} With one kept set per query head there is no group, and no row for "
-            f"its product. {text.about_floor(kind.floor_relative_median)} {text.ABOUT_HELD}"
-        )
+    def caveats(self) -> Sequence[str]:
+        """Return in how many heads half of the baseline's sum lies, and how many configurations are left out."""
+        kind, count = self.settings[0].rows[0].propagated, len(self.left_out)
+        left = [f"Left out: {counted(count, 'configuration')} that no setting compares."] if count else []
+        return [f"Half of {BASELINE}'s sum lies in {text.percent(kind.half_share)} of the heads (propagated).", *left]
+
+    def details(self) -> Sequence[Part]:
+        """Return controls, what the trace lacks, what is left out, and how ties and floors are to be read."""
+        names = [name or setting.setting for name, setting in zip(self.setting_names(), self.settings, strict=True)]
+        return [
+            *(part for name, setting in zip(names, self.settings, strict=True) for part in _about(name, setting)),
+            *([_about_left_out(self.left_out)] if self.left_out else []),
+            text.TIES_NOTE,
+            "With one kept set per query head there is no group, and no row for its product.",
+            text.noise_floor_note(self.settings[0].rows[0].propagated.floor_relative_median),
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per comparison, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
+        """Return a row per comparison, kind, layer and head: both sides' mean L1, their floor and the verdict.
 
         `part` is `rows` (against the baseline) or `brings` (against the row without the ingredient); the configuration
         is the one that has it, `baseline` the label of the other. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         return [
-            one
+            head
             for setting in self.settings
             for part in ("rows", "brings")
             for row in getattr(setting, part)
-            for one in by_head(row.compared, part=part, name=row.name, alpha=row.alpha)
+            for head in by_head(row, part=part, name=row.name, alpha=row.alpha)
         ]
 
-    def _cases(self, name: str, part: str = "rows") -> list[Case]:
-        """The propagated ratios of a row, of every setting and α."""
-        told = short_names([setting.baseline for setting in self.settings], "alpha", "product")
+    def cases(self, name: str, part: str = "rows") -> list[Case]:
+        """Return the propagated ratios of an ingredient, in every setting and at every α."""
         rows = [
-            (words, row)
-            for words, setting in zip(told, self.settings, strict=True)
+            (where, row)
+            for where, setting in zip(self.setting_names(), self.settings, strict=True)
             for row in getattr(setting, part)
             if row.name == name
         ]
         several = len({row.alpha for _, row in rows}) > 1
-        return [_case(f"{words} α={row.alpha_told}".strip() if several else words, row) for words, row in rows]
+        names = [f"{where} α={row.alpha_text}".strip() if several else where for where, row in rows]
+        return [row.propagated.case(name) for name, (_, row) in zip(names, rows, strict=True)]
 
     def _part(self, name: str, words: str) -> str:
-        """What one ingredient brings: by how much where there is one case, else in how many."""
-        known = [case for case in self._cases(name, "brings") if not isnan(case[1])]
-        if not known:
+        """Return what one ingredient brings: by how much where there is one case, else in how many."""
+        cases = [case for case in self.cases(name, "brings") if not isnan(case.ratio)]
+        if not cases:
             return ""
-        if all(same(ratio, interval) for _, ratio, interval in known):
+        verdicts = [case.verdict for case in cases]
+        if set(verdicts) == {ALIKE}:
             return f"{words}: nothing"
-        verdicts = [decided(interval, 1) for _, _, interval in known]
-        if len(known) > 1 and None not in verdicts:
-            return f"{words}: {tally_verdicts(verdicts, _FOUND, 'case')}"
-        unsure = ", undecided" if verdicts == [0] else ""
-        return f"{words}: {extremes([(case, ratio, difference(ratio, band)) for case, ratio, band in known])}{unsure}"
+        if len(cases) > 1 and FEW not in verdicts:
+            return f"{words}: {tally(verdicts, _WORDS, 'case')}"
+        unsure = ", undecided" if verdicts == [UNDECIDED] else ""
+        shown = extremes([(case.name, case.ratio, difference(case.ratio, case.interval)) for case in cases])
+        return f"{words}: {shown}{unsure}"
 
 
 def ablation(trace: Trace, step: int = 0) -> Ablation:
@@ -174,18 +140,21 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk
-        >>> pk.ablation(trace).settings[0].rows[0].compared.isolated.baseline_mean.shape
+        >>> pk.ablation(trace).settings[0].rows[0].isolated.baseline_mean.shape
         (2, 2)
     """
     return Ablation.of(trace, settings(trace, step), step, left_out=left_out(trace.run))
 
 
-def _case(name: str, row: Row) -> Case:
-    return name, row.compared.propagated.sum_ratio, row.compared.propagated.sum_ratio_interval
+def _about(name: str, setting: Setting) -> list[str]:
+    """Return the lines on a setting's controls and on what the trace lacks of it."""
+    controls = ", ".join(config.selection.name for config in setting.controls)
+    absent = [f"{name}: not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
+    return [f"{name}: controls of the same budget and protection: {controls}", *absent]
 
 
-def _about(left: Iterable[EvictionConfig]) -> str:
-    """Which configurations are left out, and why: 'h2o:attention, 2 × snapkv:random'."""
-    names = Counter(f"{config.policy}:{config.selection}" for config in left)
-    told = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names.items())
-    return f"left out, as nothing in their settings but controls can be held against {BASELINE}: {told}"
+def _about_left_out(configs: Iterable[EvictionConfig]) -> str:
+    """Return which configurations are left out, and why: 'h2o:attention, 2 × snapkv:random'."""
+    counts = Counter(f"{config.policy}:{config.selection}" for config in configs)
+    names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+    return f"Left out, as nothing in their settings but controls can be compared with {BASELINE}: {names}"

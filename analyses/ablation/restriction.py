@@ -1,20 +1,19 @@
-"""What does it cost that an engine's heads share one block table, which keeps whole blocks?.
-
-Configurations that differ in what their kept sets are restricted to, against one set per key/value head.
-"""
+"""Cost of kept sets that all heads of a layer share, and of whole blocks, as an engine's block table has them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import OfSettings, Outcome, Outcomes, by_head, divergence
-from perturbkv.analyses.pairing import common, folded, short_names
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, by_head, divergence
+from perturbkv.analyses.pairing import common
 from perturbkv.analyses.pairing import settings as alike
-from perturbkv.analyses.text import Case, compared, over, sentence
+from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -22,130 +21,154 @@ ANALYSIS = "restriction"
 RESTRICTION_BASELINE = "kv"
 _ORDER = (RESTRICTION_BASELINE, "layer", "query")
 _FREE = ("granularity", "granularity_block", "granularity_block_score")
-"""What the rows of a setting differ in, as `EvictionConfig.flat` names it."""
+"""Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 
 
+@record
 class Row(Outcome):
     """One restriction, against one kept set of single entries per key/value head."""
 
-    @property
+    SECTION = "restriction row"
+
+    @derived()
     def name(self) -> str:
-        """The restriction as it is written: `layer(block=16)`."""
-        return restriction_of(self.compared.treatment)
+        """The restriction, as it is written: `layer(block=16)`."""
+        return restriction_of(self.treatment)
 
     @property
     def wider(self) -> bool:
-        """Whether it is none: a set per query head holds more of a grouped cache than the baseline."""
-        return self.compared.treatment.granularity.name == "query"
+        """True for a set per query head, which is no restriction: it keeps more of a grouped cache."""
+        return self.treatment.granularity.name == "query"
 
 
-class RestrictionSetting(Outcomes[Row]):
-    """Everything but the restriction is shared.
+@record
+class RestrictionSetting(OutcomeSetting):
+    """Configurations that share all but the restriction: per key/value head, per layer, then one per query head."""
 
-    The baseline is one kept set of single entries per key/value head; then come restrictions per key/value head, per
-    layer, and one per query head.
-    """
+    SECTION = "restriction setting"
+
+    baseline: EvictionConfig = column(
+        "one kept set of single entries per key/value head, which every row is compared with"
+    )
+    rows: tuple[Row, ...] = column("each restriction against the baseline")
 
     @property
     def setting(self) -> str:
-        """What all rows share, in words."""
+        """The choices that all rows share, as a label writes them."""
         return common((self.baseline,), "granularity")
+
+    def lines(self) -> Sequence[Line]:
+        """Return the baseline's line, then one per restriction."""
+        return [Line(f"{RESTRICTION_BASELINE} (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
 
 
 def restriction_of(config: EvictionConfig) -> str:
-    """What a configuration's kept sets are restricted to, as it is written."""
+    """Return what a configuration's kept sets are restricted to, as it is written."""
     return str(config.granularity.without(["reduce", "product"]))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
-    """One entry per setting of the trace.
+    """Return one entry per setting of the trace.
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
-    groups = [[trace.run.configs[place] for place in group] for group in alike(trace.run, *_FREE)]
-    found = [_setting(trace, one, group, step) for group in groups for one in group[:] if _is_baseline(one, group)]
-    if not found:
-        held = ", ".join(dict.fromkeys(restriction_of(config) for config in trace.run.configs))
+    groups = [[trace.run.configs[index] for index in group] for group in alike(trace.run, *_FREE)]
+    results = [_setting(trace, one, group, step) for group in groups for one in group[:] if _is_baseline(one, group)]
+    if not results:
+        names = ", ".join(dict.fromkeys(restriction_of(config) for config in trace.run.configs))
         msg = (
             f"{ANALYSIS} needs the granularity '{RESTRICTION_BASELINE}' of single entries and another one, alike in "
-            f"all else; got a trace of {held}"
+            f"all else; got a trace of {names}"
         )
         raise TraceError(msg)
-    return tuple(found)
+    return tuple(results)
 
 
 def _is_baseline(config: EvictionConfig, group: list[EvictionConfig]) -> bool:
     return config.granularity.name == RESTRICTION_BASELINE and config.block == 1 and len(group) > 1
 
 
-def _place(config: EvictionConfig) -> tuple[int, int, str]:
+def _rank(config: EvictionConfig) -> tuple[int, int, str]:
     return _ORDER.index(config.granularity.name), config.block, restriction_of(config)
 
 
 def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
-    others = sorted((config for config in group if config != baseline), key=_place)
+    treatments = sorted((config for config in group if config != baseline), key=_rank)
+    kl = divergence(trace, ANALYSIS, baseline, step)
     return RestrictionSetting(
         baseline=baseline,
-        kl=divergence(trace, ANALYSIS, baseline, step),
-        rows=tuple(Row.of(trace, ANALYSIS, baseline, config, step) for config in others),
-        identity=identity(trace, [baseline, *others], step),
+        kl_median=kl.median,
+        kl_median_interval=kl.interval,
+        rows=tuple(Row.of(trace, ANALYSIS, baseline, config, step) for config in treatments),
+        identity=identity(trace, [baseline, *treatments], step),
     )
 
 
-_HEADS = (
-    "",
-    "#held /\nfull",
-    "#isolated:\nΣ of all heads",
-    "#propagated:\nΣ of all heads",
-    "#propagated:\nmedian head",
-)
-_OUTPUT = ("", "#last layer's drift\nover the baseline's", "#KL of the next token\n(nat)")
+@record
+class Restriction(SettingsResult):
+    """Restricted kept sets in every setting that holds one per key/value head and something to compare with it."""
 
+    SECTION = "ablation --restrictions"
+    SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
+    FIRST = "one set per"
+    IGNORED: ClassVar[tuple[str, ...]] = ("granularity",)
 
-class Restriction(OfSettings[RestrictionSetting]):
-    """Every setting of a trace that holds one kept set per key/value head and something to compare with it.
-
-    A setting: what shares everything but the restriction.
-    """
+    settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
     def conclusion(self) -> str:
-        """By how much more restricted kept sets perturb; a set per query head is no restriction."""
-        told = short_names([setting.baseline for setting in self.settings])
-        cases = [_case(words, row) for words, one in zip(told, self.settings, strict=True) for row in one.rows]
-        restricted = [case for case in cases if case is not None]
-        who, baseline = "a restricted kept set", f"one of single entries per {RESTRICTION_BASELINE} head"
-        if not restricted:
+        """Return by how much more restricted kept sets perturb; a set per query head is no restriction."""
+        cases = self.cases()
+        if not cases:
             return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
-        said = compared(who, baseline, restricted)
-        return sentence(f"{said} (propagated, all heads, equal budgets; {over(self.identity.samples)})")
+        clause = comparison("a restricted kept set", f"one of single entries per {RESTRICTION_BASELINE} head", cases)
+        return sentence(f"{clause} (propagated, all heads, equal budgets; {sample_note(self.identity.samples)})")
 
-    def tables(self) -> list[Table | str]:
-        """Of each setting what every restriction does to the heads, and to what comes out."""
-        return [part for setting in self.settings for part in _tables(setting)]
+    def cases(self) -> list[Case]:
+        """Return the propagated ratio of every restriction in every setting."""
+        return [
+            row.propagated.case(f"{where} {row.name}".strip())
+            for where, setting in zip(self.setting_names(), self.settings, strict=True)
+            for row in setting.rows
+            if not row.wider
+        ]
 
-    def notes(self) -> str:
-        """What rows and columns mean, and how much each cache holds."""
-        kind = self.settings[0].rows[0].compared.propagated
-        return (
-            f"{text.about_intervals(self.identity.samples, medians=True)} L1, treatment over {RESTRICTION_BASELINE}'s; "
-            "below 1 it perturbs less. KL: median over samples. Blocks that hold an entry of the window are held "
-            "whole, and a budget of b never holds more than b: what it cannot spend on a whole block is part of what "
-            "blocks cost. A set per query head holds more of a grouped cache, and is no equal comparison. "
-            f"{text.ABOUT_HELD} {text.about_floor(kind.floor_relative_median)}"
-        )
+    def title(self) -> str:
+        """Return what the ratios are over, and of a single setting its choices."""
+        where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
+        return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
+
+    def caveats(self) -> Sequence[str]:
+        """Return which rows are no equal comparison."""
+        wider = any(row.wider for setting in self.settings for row in setting.rows)
+        return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
+
+    def details(self) -> Sequence[Part]:
+        """Return the median head's ratios, and how blocks, ties and floors are to be read."""
+        kind = self.settings[0].rows[0].propagated
+        return [
+            table("propagated L1: the median head", self.lines(), ("median_ratio", "better_share"), self.FIRST),
+            "Blocks that hold an entry of the window are kept whole, and a budget of b never keeps more than b: what "
+            "it cannot spend on a whole block is part of what blocks cost.",
+            text.TIES_NOTE,
+            text.noise_floor_note(kind.floor_relative_median),
+        ]  # fmt: skip
+
+    def interval_note(self) -> str:
+        """Return the line on n and intervals, those of medians included."""
+        return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per restriction, kind, layer and head: both sides' mean L1 over samples, their floor and the verdict.
+        """Return a row per restriction, kind, layer and head: both sides' mean L1, their floor and the verdict.
 
         `baseline` is the label of the set per key/value head, `held` what the restricted cache holds over the full
         one. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         rows = [row for setting in self.settings for row in setting.rows]
-        return [one for row in rows for one in by_head(row.compared, name=row.name, held=row.compared.held[1])]
+        return [head for row in rows for head in by_head(row, name=row.name, held=row.held[1])]
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:
-    """What does it cost to keep one set for all heads of a layer, or whole blocks, as engines do?.
+    """Compare kept sets that all heads of a layer share, or of whole blocks, as engines keep them, with free ones.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each granularity and size of block with that of
     `kv`, one set of single entries per key/value head, at the same budget; beside it the drift after the last layer,
@@ -164,37 +187,3 @@ def restriction(trace: Trace, step: int = 0) -> Restriction:
         ['kv(block=16)', 'layer', 'query']
     """
     return Restriction.of(trace, settings(trace, step), step)
-
-
-def _case(words: str, row: Row) -> Case | None:
-    kind = row.compared.propagated
-    return None if row.wider else (f"{words} {row.name}".strip(), kind.sum_ratio, kind.sum_ratio_interval)
-
-
-def _tables(setting: RestrictionSetting) -> list[Table | str]:
-    ones = ["1", "1", "1"]
-    heads = [[RESTRICTION_BASELINE, text.held(setting.rows[0].compared.held[0]), *ones], *map(_heads, setting.rows)]
-    output = [
-        [RESTRICTION_BASELINE, "1", text.significant(setting.kl.median, setting.kl.interval)],
-        *map(_output, setting.rows),
-    ]
-    return [
-        Table(f"{setting.setting}: L1 over that of {RESTRICTION_BASELINE}", _HEADS, heads),
-        Table(f"{setting.setting}: what comes out", _OUTPUT, output),
-    ]
-
-
-def _heads(row: Row) -> list[str]:
-    isolated, propagated = row.compared.isolated, row.compared.propagated
-    return [
-        folded(row.name),
-        text.held(row.compared.held[1]),
-        text.decimal(isolated.sum_ratio, isolated.sum_ratio_interval, apart="\n"),
-        text.decimal(propagated.sum_ratio, propagated.sum_ratio_interval, apart="\n"),
-        text.decimal(propagated.median_ratio, propagated.median_ratio_interval, apart="\n"),
-    ]
-
-
-def _output(row: Row) -> list[str]:
-    drift = text.decimal(row.drift_ratio, row.drift_ratio_interval, apart="\n")
-    return [folded(row.name), drift, text.significant(row.kl.median, row.kl.interval)]

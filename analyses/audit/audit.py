@@ -1,59 +1,162 @@
-"""Is an eviction that is not ours broken, or only lossy? (METHOD: Audit.).
-
-What an audit measured, as JSON holds it.
-"""
+"""The verdict on an eviction that is not ours: broken, or only lossy (METHOD: Audit)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from math import isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.audit import faults
-from perturbkv.analyses.audit.faults import Fault
+from perturbkv.analyses.audit.audited_runs import AuditedRun, AuditLoss, CacheUse, audited_run
+from perturbkv.analyses.audit.faults import (
+    FLOORS,
+    Fault,
+    fault_of_run,
+    fault_order,
+    floors_text,
+    layer_floors,
+    worst_floors,
+)
+from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.json_values import config_object
+from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.arithmetic import plain
-from perturbkv.audit_trace import Audited, AuditTrace, Decoded, Entries
-from perturbkv.display import Table
+from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, Decoded, Entries
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import Part
+from perturbkv.escaping import line
 
 EXACT, DIFFERS, UNREADABLE = "exact", "differs", "unreadable"
 EXIT_CODES = {EXACT: 0, DIFFERS: 1, UNREADABLE: 2}
+_KEPT = ("tokens", "cache_share", "per_set", "first", "last", "odd")
+_STEPS = ("step", "tokens", "worst_head", "worst_hidden", "logits", "same_token")
+_LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 
-@dataclass(frozen=True, repr=False)
-class AuditResult(Result):
-    """The verdict, and what it rests on.
+@record
+class Audit(Result):
+    """The verdict on an eviction, and what it rests on.
 
     Attributes:
         trace: what was measured.
-        faults: the first difference of every prompt, situation and row that has one, the one to look at first first.
         identity: of the run.
     """
 
+    SECTION = "audit"
+    DOCUMENT = "of an audit"
+    SHOWN = ("cache_share", "intact", "worst", "difference")
+    FIRST = "prompt"
+
     trace: AuditTrace
-    faults: tuple[Fault, ...]
+    faults: tuple[Fault, ...] = column(
+        "the first difference of each prompt, situation and row that has one, the one to look at first first"
+    )
     identity: RunIdentity
 
-    @property
+    @derived()
     def verdict(self) -> str:
-        """`exact`: only lossy; `differs`: not what its kept sets imply; `unreadable`."""
-        if self.unreadable:
+        """Exact: only lossy; differs: not what its kept sets imply; or unreadable."""
+        if self.obstacle:
             return UNREADABLE
         return DIFFERS if self.faults else EXACT
 
-    @property
+    @derived()
     def exit_code(self) -> int:
-        """0, 1 or 2."""
+        """Exit code of the process: 0 exact, 1 differs, 2 unreadable."""
         return EXIT_CODES[self.verdict]
 
-    @property
+    @derived(key="conclusion")
+    def summary(self) -> str:
+        """The verdict in one line."""
+        return f"{self.verdict}: {self.obstacle or self._first_fault() or self._only_lossy()}"
+
+    @derived()
+    def eviction(self) -> str:
+        """The eviction that was audited, as it was written."""
+        return self.trace.eviction
+
+    @derived()
+    def kind(self) -> str:
+        """Function, cache class, press or positions file."""
+        return self.trace.kind
+
+    @derived()
+    def about(self) -> dict[str, str]:
+        """Model, data, dtype, device, versions."""
+        return dict(self.trace.about)
+
+    @derived()
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.trace.layers
+
+    @derived()
+    def query_heads(self) -> int:
+        """Query heads per layer of the model."""
+        return self.trace.query_heads
+
+    @derived()
+    def kv_heads(self) -> int:
+        """Key/value heads per layer of the model."""
+        return self.trace.kv_heads
+
+    @derived()
     def unreadable(self) -> str:
-        """Why nothing can be said; empty where something can."""
+        """Reason why nothing can be said; empty where something can."""
+        return self.trace.unreadable
+
+    @derived()
+    def runs(self) -> tuple[AuditedRun, ...]:
+        """Each prompt in each situation, each row of its batch."""
+        by_run = {(fault.sample, fault.situation, fault.row): fault for fault in self.faults}
+        return tuple(
+            audited_run(self.trace, run, by_run.get((run.sample, run.situation, run.row))) for run in self.trace.runs
+        )
+
+    @derived()
+    def plain_use(self) -> CacheUse | None:
+        """Plain use of the cache with transformers, where no positions are given."""
+        return None if self.trace.plain is None else CacheUse(**asdict(self.trace.plain))
+
+    @derived()
+    def losses(self) -> tuple[AuditLoss, ...]:
+        """The kept sets, then controls that hold as much."""
+        return tuple(
+            AuditLoss(loss.name, loss.held, loss.isolated, loss.propagated, loss.drift, loss.kl)
+            for loss in self.trace.losses
+        )
+
+    @derived()
+    def lossless(self) -> str:
+        """Reason why no loss was measured."""
+        return self.trace.lossless
+
+    @derived()
+    def protected_first(self) -> int:
+        """First entries that every kept set holds."""
+        return self.trace.protected[0]
+
+    @derived()
+    def protected_recent(self) -> int:
+        """Most recent entries that every kept set holds."""
+        return self.trace.protected[1]
+
+    @derived()
+    def controls_protect_less(self) -> bool:
+        """Whether controls protect less, as the eviction keeps hardly more than it protects."""
+        return self.trace.freed
+
+    @derived()
+    def configs(self) -> tuple[EvictionConfig, ...]:
+        """The kept sets' own, then the controls'."""
+        return self.trace.configs
+
+    @property
+    def obstacle(self) -> str:
+        """Reason why there is no verdict; empty where there is one."""
         runs = self.trace.runs
         if self.trace.unreadable or not runs:
             return self.trace.unreadable
@@ -61,56 +164,70 @@ class AuditResult(Result):
             return ""
         return runs[0].failed or f"it refuses every situation: {runs[0].refused}"
 
+    @property
+    def compared(self) -> list[tuple[Audited, Entries, Decoded]]:
+        """The runs with entries and with decoding that was compared with the reference."""
+        return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
+
     def conclusion(self) -> str:
-        """The verdict in one line."""
-        said = faults.verdict(self.trace, self.faults, self.unreadable)
-        return f"{self.verdict}: {said}"
+        """Return the verdict in one line."""
+        return self.summary
 
     def title(self) -> str:
-        """What was audited, and on what."""
-        return faults.title(self.trace)
+        """Return the eviction and its reference."""
+        return line(f"{self.eviction} ({self.kind}, {self.about['dtype']}) against the masked reference")
 
-    def tables(self) -> Sequence[Table | str]:
-        """What it keeps, how it decodes, what plain use does, what it costs."""
-        return faults.tables(self.trace, self.faults)
+    def lines(self) -> Sequence[Line]:
+        """Return a line per prompt, situation and row."""
+        return [Line(run.name, (run,)) for run in self.runs]
 
-    def notes(self) -> str:
-        """What the columns mean."""
-        return faults.notes(self.trace)
+    def tables(self) -> Sequence[Part]:
+        """Return the table, where anything was run."""
+        return [self.table()] if self.runs else []
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON holds it."""
-        found: dict[str, Any] = plain(
-            {
-                "verdict": self.verdict,
-                "exit_code": self.exit_code,
-                "conclusion": self.conclusion(),
-                "faults": [vars(fault) for fault in self.faults],
-                **document(self.trace),
-            }
+    def interval_note(self) -> str:
+        """Return nothing: no number is a mean over samples."""
+        return ""
+
+    def caveats(self) -> Sequence[str]:
+        """Return how many noise floors are a difference."""
+        known = any(run.worst is not None for run in self.runs)
+        return (
+            [f"Floors are of the plain model with everything kept; more than {FLOORS} are a difference."]
+            if known
+            else []
         )
-        return found
+
+    def explain(self) -> list[Part]:
+        """Return what every column means and the further tables; nothing where nothing was run."""
+        return super().explain() if self.runs else []
+
+    def details(self) -> Sequence[Part]:
+        """Return what the cache keeps, decoding step by step, plain use, and what the loss is."""
+        situations = {run.situation for run in self.runs}
+        return [
+            *(f"{name}: {meaning}." for name, meaning in SITUATIONS.items() if name in situations),
+            *self._kept(),
+            *self._steps(),
+            *([self.plain_use.summary()] if self.plain_use else []),
+            *self._losses(),
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per prompt, situation, row of the batch, step and layer."""
+        """Return a row per prompt, situation, row of the batch, step and layer."""
         return [
             {
                 "sample": run.sample, "situation": run.situation, "row": run.row, "step": step, "layer": layer,
-                "floors": float(floors), "kept": sum(len(one) for one in entries.kept[layer]),
+                "floors": float(floors), "kept": sum(len(kept_set) for kept_set in entries.kept[layer]),
                 "altered": "; ".join(words for words in entries.altered[layer] if words),
             }
             for run, entries, decoded in self.compared
-            for step, layers in enumerate(faults.layer_floors(decoded))
+            for step, layers in enumerate(layer_floors(decoded))
             for layer, floors in enumerate(layers)
         ]  # fmt: skip
 
-    @property
-    def compared(self) -> list[tuple[Audited, Entries, Decoded]]:
-        """The runs whose entries were found and whose decoding was held against the reference."""
-        return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
-
     def kept_share(self, most: int) -> NDArray[np.float64]:
-        """(layer, bin) share of each place that is kept, over kept sets and prompts; NaN where none were found.
+        """Return the (layer, bin) share of positions that are kept, over kept sets and prompts; NaN without entries.
 
         A bin is the same share of every prompt: `most` of them, or a position each of a shorter prompt.
         """
@@ -121,25 +238,84 @@ class AuditResult(Result):
         return np.asarray(np.mean([_shares(entries, tokens, bins) for entries, tokens in whole], axis=0))
 
     def by_layer(self) -> dict[str, NDArray[np.float64]]:
-        """Situation → (layer,) the most noise floors of all its prompts, rows and steps."""
-        found: dict[str, NDArray[np.float64]] = {}
+        """Return situation -> (layer,) the most noise floors of all its prompts, rows and steps."""
+        worst: dict[str, NDArray[np.float64]] = {}
         for run, _, decoded in self.compared:
-            floors = faults.layer_floors(decoded).max(axis=0)
-            found[run.situation] = np.fmax(found.get(run.situation, floors), floors)
-        return found
+            floors = layer_floors(decoded).max(axis=0)
+            worst[run.situation] = np.fmax(worst.get(run.situation, floors), floors)
+        return worst
+
+    def _first_fault(self) -> str:
+        """Return the first fault, with the other situations that have one; empty where there is none."""
+        if not self.faults:
+            return ""
+        first = self.faults[0]
+        others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
+        where = f"{first.location()}: " if first.location() else ""
+        far = "" if isnan(first.floors) else f", {floors_text(first.floors)} noise floors"
+        row = f", row {first.row}" if first.situation == "batch" else ""
+        also = f"; also in {' and '.join(others)}" if others else ""
+        return f"{where}{first.what} ({first.situation}{row}{far}){also}"
+
+    def _only_lossy(self) -> str:
+        decoded = [run.decoded for run in self.trace.runs if run.decoded is not None]
+        if not decoded:
+            return f"nothing was decoded, so only its kept sets are looked at{self._lost_ends()}"
+        most = floors_text(max(map(worst_floors, decoded)))
+        return (
+            f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
+            f"{counted(len(decoded), 'run')}{self._lost_ends()}"
+        )
+
+    def _lost_ends(self) -> str:
+        """Return in how many kept sets sinks or recent entries went, of prompts that are read alone."""
+        alone = {run.sample: run.entries for run in reversed(self.runs) if run.entries and run.row == 0}.values()
+        sets = sum(entries.sets for entries in alone)
+        words = {
+            "the first entry, a sink,": sum(entries.without_first for entries in alone),
+            "the most recent entry": sum(entries.without_last for entries in alone),
+        }
+        return "".join(f"; {what} goes in {count} of {sets} kept sets" for what, count in words.items() if count)
+
+    def _kept(self) -> list[Part]:
+        lines = [Line(run.name, (run, run.entries)) for run in self.runs if run.entries]
+        if not lines:
+            return []
+        note = "first, last: entries of the prompt's beginning and end that a kept set holds without a gap."
+        return [table("what it keeps", lines, _KEPT, self.FIRST), note]
+
+    def _steps(self) -> list[Part]:
+        """Return a table of the first prompt of each situation, step by step: the worst of its layers."""
+        first = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}
+        shown = [run for run in self.runs if first.get((run.situation, run.row)) is run]
+        lines = [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]
+        return [table("step by step, the first prompt, in noise floors", lines, _STEPS, self.FIRST)] if lines else []
+
+    def _losses(self) -> list[Part]:
+        if not self.losses:
+            return [f"no loss measured: {self.lossless}"] if self.lossless else []
+        lines = [Line(loss.name, (loss,)) for loss in self.losses]
+        sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
+        less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
+        controls = less or ", and so do the controls'"
+        prompts = counted(self.identity.samples, "prompt")
+        return [
+            table("what the loss is, first decoding step", lines, _LOSSES, "kept sets"),
+            f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",
+        ]
+
+
+def conclude(trace: AuditTrace) -> Audit:
+    """Return the verdict on what an audit measured."""
+    faults = [fault for run in trace.runs if (fault := fault_of_run(run)) is not None]
+    return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
 
 
 def _shares(entries: Entries, tokens: int, bins: int) -> NDArray[np.float64]:
-    """(layer, bin) of one prompt."""
+    """Return (layer, bin) shares of one prompt."""
     edges = np.linspace(0, tokens, bins + 1).round()
     counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept]
     return np.asarray(counts / np.diff(edges))
-
-
-def conclude(trace: AuditTrace) -> AuditResult:
-    """The verdict on what an audit measured."""
-    found = [fault for run in trace.runs if (fault := faults.fault_of_run(run)) is not None]
-    return AuditResult(trace, tuple(sorted(found, key=faults.fault_order)), _identity(trace))
 
 
 def _identity(trace: AuditTrace) -> RunIdentity:
@@ -154,72 +330,3 @@ def _identity(trace: AuditTrace) -> RunIdentity:
         random_weights=about["random_weights"] == "true",
         made_with=f"perturbkv {about['perturbkv_version']}",
     )
-
-
-def document(trace: AuditTrace) -> dict[str, Any]:
-    """Everything but the verdict."""
-    return {
-        "eviction": trace.eviction,
-        "kind": trace.kind,
-        "about": dict(trace.about),
-        "layers": trace.layers,
-        "query_heads": trace.query_heads,
-        "kv_heads": trace.kv_heads,
-        "unreadable": trace.unreadable,
-        "runs": [_run(trace, run) for run in trace.runs],
-        "plain_use": None if trace.plain is None else vars(trace.plain),
-        "losses": [vars(loss) for loss in trace.losses],
-        "lossless": trace.lossless,
-        "protected_first": trace.protected[0],
-        "protected_recent": trace.protected[1],
-        "controls_protect_less": trace.freed,
-        "configs": [config_object(config) for config in trace.configs],
-    }
-
-
-def _run(trace: AuditTrace, run: Audited) -> dict[str, Any]:
-    return {
-        **{
-            name: getattr(run, name)
-            for name in ("sample", "situation", "row", "tokens", "padding", "failed", "refused")
-        },
-        "entries": None if run.entries is None else _entries(trace, run, run.entries),
-        "steps": [] if run.decoded is None else [_step(run, run.decoded, step) for step in range(len(run.forwards))],
-    }
-
-
-def _entries(trace: AuditTrace, run: Audited, entries: Entries) -> dict[str, Any]:
-    kept = [[len(one) for one in layer] for layer in entries.kept]
-    return {
-        "held_share": sum(map(sum, kept)) / (trace.layers * trace.kv_heads * run.tokens),
-        "kept": kept,
-        "without_first": sum(0 not in one for layer in entries.kept for one in layer),
-        "without_last": sum(run.tokens - 1 not in one for layer in entries.kept for one in layer),
-        **{name: getattr(entries, name) for name in ("padded", "strangers", "duplicates")},
-        "unordered": [layer for layer, heads in enumerate(entries.unordered) if np.any(heads)],
-        "repeated": list(entries.repeated),
-        "changed": list(entries.changed),
-        "altered": [
-            {"layer": layer, "head": head, "what": words}
-            for layer, heads in enumerate(entries.altered) for head, words in enumerate(heads) if words
-        ],
-        "key_floors": _units(entries.key_distance, entries.key_floor),
-        "value_floors": _units(entries.value_distance, entries.value_floor),
-    }  # fmt: skip
-
-
-def _units(distance: Any, floor: Any) -> list[float]:
-    """(layer,) the worst head's distance in floors; 0 where there is no distance."""
-    worst = distance.max(axis=-1)
-    return list(np.divide(worst, floor, out=np.zeros_like(worst), where=worst > 0))
-
-
-def _step(run: Audited, decoded: Decoded, step: int) -> dict[str, Any]:
-    return {
-        "tokens": run.forwards[step],
-        "heads": faults.head_floors(decoded)[step].max(axis=-1),
-        "hidden": decoded.hidden[step] / decoded.hidden_floor,
-        "logits": float(faults.logit_floors(decoded)[step]),
-        "same_token": bool(decoded.agrees[step]),
-        "behind": float(decoded.behind[step]),
-    }

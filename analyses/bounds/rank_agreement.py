@@ -1,4 +1,4 @@
-"""Does lowering a bound order selections as the perturbation L does? Rank correlations within each head.
+"""Order of selections by a bound and by the perturbation L: rank correlations within each head.
 
 Beside θ and θ̂ stands 1 − S, the attention that was given up: what an ordering that knows no values achieves.
 """
@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from math import isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.bounds.ratios import Bounded, bounded
+from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
-from perturbkv.analyses.measurements import EVIDENCE, Floats, at_step
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
 from perturbkv.analyses.pairing import by_selection
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain, ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, Scalar, share_of
+from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Scalar, share_of
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "bound-tightness"
@@ -31,96 +34,108 @@ LEAST_SELECTIONS = 3
 """Ranks of two are right or wrong: that is what `Concordance` counts."""
 
 
-@dataclass(frozen=True)
-class RankCorrelation:
-    """Spearman's ρ between a bound and L across selections of the same head and sample.
+@record
+class RankCorrelation(Record):
+    """Spearman's ρ between a bound and L across selections of the same head and sample."""
 
-    Attributes:
-        bound: θ, θ̂ or 1 − S.
-        selections: which are ranked.
-        mean: over samples and heads, in [−1, 1]; NaN where no value is left.
-        interval: of the mean, over samples.
-        evidence_mean, evidence_interval: where σ > 0.5 in every selection: all bounds on the same heads.
-        evidence_values, evidence_samples: how many (sample, head) these are of, in how many samples.
-        by_head: (layer, head) mean over samples.
-        values: how many (sample, head) were ranked.
-        flagged: how many were left out because σ ≤ 0.5 in one of the selections (θ̂ only).
-    """
+    bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
+    selections: tuple[str, ...] = column("selections that are ranked")
+    mean: float = column("Spearman's ρ with L, mean over samples and heads; null where no value is left")
+    mean_interval: Scalar = column("over samples", key="interval")
+    evidence_mean: float = column("Spearman's ρ where σ > 0.5 in every selection: all bounds on the same heads")
+    evidence_mean_interval: Scalar = column("over samples", key="evidence_interval")
+    evidence_values: int = column("(sample, head) with σ > 0.5 in every selection", heading="#heads")
+    evidence_samples: int = column("samples that hold such heads", heading="#samples")
+    by_head: Floats = column("ρ of each head, mean over samples", dims=("layer", "head"))
+    values: int = column("(sample, head) that were ranked")
+    flagged: int = column("(sample, head) left out because σ ≤ 0.5 in one of the selections (θ̂ alone)")
 
-    bound: str
-    selections: tuple[str, ...]
-    mean: float
-    interval: Scalar
-    evidence_mean: float
-    evidence_interval: Scalar
-    evidence_values: int
-    evidence_samples: int
-    by_head: Floats
-    values: int
-    flagged: int
+    @derived(heading="#ρ with L", json=False)
+    def rho(self) -> float:
+        """Spearman's ρ with L of all heads; θ̂ has none, as Theorem 3 is silent on some."""
+        return float("nan") if self.bound == "θ̂" else self.mean
 
+    @property
+    def rho_interval(self) -> Scalar:
+        """Interval of `rho`, over samples."""
+        return None if isnan(self.rho) else self.mean_interval
 
-@dataclass(frozen=True)
-class Concordance:
-    """How often of two selections the one with the lower bound also has the lower L.
+    @derived(heading="#ρ where\nσ > 0.5", json=False)
+    def evidence_rho(self) -> float:
+        """Spearman's ρ with L where σ > 0.5 in every selection; a dash of fewer than five samples."""
+        return self.evidence_mean if self.evidence_samples >= LEAST else float("nan")
 
-    Attributes:
-        first, second: the selections.
-        bound: θ, θ̂ or 1 − S.
-        share: of the heads in which both bound and L differ, mean over samples, in [0, 1]; NaN where none does.
-        interval: of the share, over samples.
-        evidence_share, evidence_interval: where σ > 0.5 in both: all bounds on the same heads.
-        evidence_values, evidence_samples: how many (sample, head) these are of, in how many samples.
-        values: how many (sample, head) differ.
-    """
-
-    first: str
-    second: str
-    bound: str
-    share: float
-    interval: Scalar
-    evidence_share: float
-    evidence_interval: Scalar
-    evidence_values: int
-    evidence_samples: int
-    values: int
+    @property
+    def evidence_rho_interval(self) -> Scalar:
+        """Interval of `evidence_rho`, over samples."""
+        return None if isnan(self.evidence_rho) else self.evidence_mean_interval
 
 
-@dataclass(frozen=True)
-class RankAgreement:
-    """Configurations that differ in selection alone.
+@record
+class Concordance(Record):
+    """How often of two selections the one with the lower bound also has the lower L."""
 
-    Attributes:
-        configs: one per selection.
-        correlations: over the contenders and over all, for each bound; empty for fewer than three selections.
-        pairs: every two selections, for each bound.
-    """
+    first: str = column("first selection")
+    second: str = column("second selection")
+    bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
+    share: float = column(
+        "heads in which the selection with the lower bound has the lower L too, a share of those in which both differ, "
+        "mean over samples; null where none does",
+        unit="share",
+    )
+    share_interval: Scalar = column("over samples", key="interval")
+    evidence_share: float = column("share where σ > 0.5 in both: all bounds on the same heads", unit="share")
+    evidence_share_interval: Scalar = column("over samples", key="evidence_interval")
+    evidence_values: int = column("(sample, head) with σ > 0.5 in both", heading="#heads")
+    evidence_samples: int = column("samples that hold such heads", heading="#samples")
+    values: int = column("(sample, head) in which bound and L differ")
 
-    configs: tuple[EvictionConfig, ...]
-    correlations: tuple[RankCorrelation, ...]
-    pairs: tuple[Concordance, ...]
+    @derived(unit="share", heading="#lower bound,\nlower L", json=False)
+    def evidence_agreement(self) -> float:
+        """Heads with σ > 0.5 in which the lower bound has the lower L; a dash of fewer than five samples."""
+        return self.evidence_share if self.evidence_samples >= LEAST else float("nan")
+
+    @property
+    def evidence_agreement_interval(self) -> Scalar:
+        """Interval of `evidence_agreement`, over samples."""
+        return None if isnan(self.evidence_agreement) else self.evidence_share_interval
+
+
+@record
+class RankAgreement(Record):
+    """Configurations that differ in selection alone."""
+
+    SECTION = "agreement"
+
+    configs: tuple[EvictionConfig, ...] = column("one per selection", json=False)
+    correlations: tuple[RankCorrelation, ...] = column(
+        "over the contenders and over all, for each bound; empty for fewer than three selections",
+        key="rank_correlations",
+    )
+    pairs: tuple[Concordance, ...] = column("every two selections, for each bound", key="concordance")
+
+    @derived()
+    def setting(self) -> dict[str, Any]:
+        """Choices of a configuration that all selections share; others and the label are absent."""
+        return setting_object(self.configs)
 
     @property
     def telling(self) -> EvictionConfig:
         """The configuration that has most options, and so tells the setting from others."""
         return max(self.configs, key=lambda config: len(config.flat()))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {
-                "setting": setting_object(self.configs),
-                "rank_correlations": [vars(correlation) for correlation in self.correlations],
-                "concordance": [vars(pair) for pair in self.pairs],
-            }
-        )
-        return document
-
 
 def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
-    """One entry per setting of two or more selections. Raises TraceError and ConfigError as `measurements.at_step`."""
-    held = bounded(at_step(trace, ANALYSIS, step), ANALYSIS, step)
-    return tuple(_agreement(held, group) for group in by_selection(trace.run) if len(group) > 1)
+    """Compare the order of bounds with that of L for each setting of two or more selections.
+
+    Raises TraceError where the trace has no complete sample, ConfigError where it has no such step.
+    """
+    return compare_orders(bounded(Measurements(trace, ANALYSIS, step)), trace.run)
+
+
+def compare_orders(held: Bounded, run: RunConfig) -> tuple[RankAgreement, ...]:
+    """Compare the order of bounds with that of L for each setting of a run."""
+    return tuple(_agreement(held, group) for group in by_selection(run) if len(group) > 1)
 
 
 @dataclass(frozen=True)
@@ -133,21 +148,21 @@ class _Group:
     sigma: Floats
 
     def within(self, names: tuple[str, ...]) -> _Group:
-        places = [self.names.index(name) for name in names]
-        bounds = {bound: array[places] for bound, array in self.bounds.items()}
-        return _Group(names, self.perturbation[places], bounds, self.sigma[places])
+        indices = [self.names.index(name) for name in names]
+        bounds = {bound: array[indices] for bound, array in self.bounds.items()}
+        return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
     def counted(self, bound: str) -> NDArray[np.bool_]:
-        """(sample, layer, head) True where the bound is evidence: θ̂ where every σ > 0.5, the others always."""
+        """Return (sample, layer, head) True where the bound is evidence: θ̂ where every σ > 0.5, the others always."""
         everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
 def _agreement(held: Bounded, group: dict[str, int]) -> RankAgreement:
-    places = list(group.values())
-    samples = held.evicted[:, places].all(axis=1)
+    indices = list(group.values())
+    samples = held.evicted[:, indices].all(axis=1)
     arrays = [
-        np.moveaxis(array[samples][:, places], 1, 0)
+        np.moveaxis(array[samples][:, indices], 1, 0)
         for array in (held.perturbation, held.sigma, held.theta, held.theta_hat, 1 - held.mass)
     ]
     bounds = dict(zip(BOUNDS, arrays[2:], strict=True))
@@ -155,7 +170,7 @@ def _agreement(held: Bounded, group: dict[str, int]) -> RankAgreement:
     contenders = tuple(name for name in group if name in CONTENDERS)
     ranked = [names for names in dict.fromkeys((contenders, whole.names)) if len(names) >= LEAST_SELECTIONS]
     return RankAgreement(
-        configs=tuple(held.configs[place] for place in places),
+        configs=tuple(held.configs[index] for index in indices),
         correlations=tuple(_correlation(whole.within(names), bound) for names in ranked for bound in whole.bounds),
         pairs=tuple(
             _concordance(whole.within(pair), bound) for pair in combinations(whole.names, 2) for bound in whole.bounds
@@ -165,21 +180,21 @@ def _agreement(held: Bounded, group: dict[str, int]) -> RankAgreement:
 
 def _correlation(group: _Group, bound: str) -> RankCorrelation:
     counted = group.counted(bound)
-    found = np.where(counted, spearman(group.bounds[bound], group.perturbation), np.nan)
-    per_sample = _mean(found, (1, 2))
-    proven = np.where(group.counted("θ̂"), found, np.nan)
+    rho = np.where(counted, spearman(group.bounds[bound], group.perturbation), np.nan)
+    per_sample = _mean(rho, (1, 2))
+    proven = np.where(group.counted("θ̂"), rho, np.nan)
     evidence = _mean(proven, (1, 2))
     return RankCorrelation(
         bound=bound,
         selections=group.names,
         mean=float(_mean(per_sample, (0,))),
-        interval=intervals.of_mean(per_sample, CORRELATION),
+        mean_interval=intervals.of_mean(per_sample, CORRELATION),
         evidence_mean=float(_mean(evidence, (0,))),
-        evidence_interval=intervals.of_mean(evidence, CORRELATION),
+        evidence_mean_interval=intervals.of_mean(evidence, CORRELATION),
         evidence_values=_count(proven),
         evidence_samples=_count(evidence),
-        by_head=_mean(found, (0,)),
-        values=_count(found),
+        by_head=_mean(rho, (0,)),
+        values=_count(rho),
         flagged=int((~counted).sum()),
     )
 
@@ -197,9 +212,9 @@ def _concordance(pair: _Group, bound: str) -> Concordance:
         second=pair.names[1],
         bound=bound,
         share=float(_mean(per_sample, (0,))),
-        interval=intervals.of_mean(per_sample, share),
+        share_interval=intervals.of_mean(per_sample, share),
         evidence_share=float(_mean(evidence, (0,))),
-        evidence_interval=intervals.of_mean(evidence, share),
+        evidence_share_interval=intervals.of_mean(evidence, share),
         evidence_values=_count(proven),
         evidence_samples=_count(evidence),
         values=int(differing.sum()),
@@ -207,11 +222,11 @@ def _concordance(pair: _Group, bound: str) -> Concordance:
 
 
 def _count(values: Floats) -> int:
-    """How many are not NaN."""
+    """Return how many are not NaN."""
     return int((~np.isnan(values)).sum())
 
 
 def _mean(values: Floats, axes: tuple[int, ...]) -> Floats:
-    """Mean of what is not NaN; NaN where nothing is."""
+    """Return the mean of what is not NaN; NaN where nothing is."""
     held = ~np.isnan(values)
     return np.asarray(ratio(np.where(held, values, 0).sum(axis=axes), held.sum(axis=axes)))

@@ -1,21 +1,23 @@
-"""L/θ, L/θ̂, θ/θ̂ and θ̂/θ̂_relax per configuration, layer and head (paper, Theorems 2–4).
+"""Bounds of the perturbation, their ratios and their inequalities (paper, Theorems 2–4).
 
-Do the bounds bound? L ≤ θ ≤ θ̂ always, θ̂ ≤ θ̂_relax where σ > 0.5 (paper, Theorems 2–4).
+L ≤ θ ≤ θ̂ holds always, θ̂ ≤ θ̂_relax where σ > 0.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from math import isnan
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.measurements import EVIDENCE, Floats, values
+from perturbkv.analyses.columns import Record, column, derived, record
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain, quantiles, ratio
+from perturbkv.analyses.stats.arithmetic import quantiles, ratio
 from perturbkv.analyses.stats.intervals import Scalar, rare_share_of
+from perturbkv.analyses.text import complement, decimal
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BoundError, TraceError
 from perturbkv.trace import Trace
@@ -52,8 +54,8 @@ class Bounded:
     sample_ids: tuple[str, ...]
     layers: tuple[int, ...]
 
-    def of(self, config: int) -> Bounded:
-        """One configuration, over the samples of which it evicted anything."""
+    def select(self, config: int) -> Bounded:
+        """Return one configuration, over the samples of which it evicted anything."""
         held = self.evicted[:, config]
         arrays = {
             field.name: getattr(self, field.name)[held, 0 if field.name == "scale" else config]
@@ -65,11 +67,9 @@ class Bounded:
 
 
 def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
-    """The part of a trace of which the theorems speak, and the configurations that it so lacks.
+    """Return the configurations of a trace of which the theorems speak, and the others.
 
-    Those are in few bits, or corrected for what went.
-
-    Raises TraceError where nothing is left.
+    The others are in few bits, or corrected for what was evicted. Raises TraceError where nothing is left.
     """
     others = tuple(config for config in trace.run.configs if not config.evicts_alone)
     if not others:
@@ -84,15 +84,16 @@ def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
     return replace(part, source=trace.source, digest=trace.digest), others
 
 
-def about_others(others: Sequence[EvictionConfig]) -> str:
-    """What a caption says of configurations that were left out; empty where there are none."""
+def others_note(others: Sequence[EvictionConfig]) -> list[str]:
+    """Return a line on configurations that were left out; none where there are none."""
     labels = ", ".join(config.label() for config in others)
-    said = "bounds speak of eviction alone, not of few bits or corrected outputs"
-    return f" Left out, as {said}: {labels}." if others else ""
+    why = "bounds speak of eviction alone, not of few bits or corrected outputs"
+    return [f"Left out, as {why}: {labels}."] if others else []
 
 
-def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
-    """L and its bounds out of a trace. Raises TraceError as `measurements.values`."""
+def bounded(measured: Measurements) -> Bounded:
+    """Return L and its bounds. Raises TraceError for what the trace lacks."""
+    trace = measured.trace
     names = {
         "perturbation": "perturbation_isolated",
         "theta": "theta",
@@ -101,12 +102,12 @@ def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
         "sigma": "sigma_stage1",
         "mass": "retained_mass",
     }
-    arrays = {field: values(trace, name, analysis, step) for field, name in names.items()}
+    arrays = {field: measured[name] for field, name in names.items()}
     complete = tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole)
     return Bounded(
         **arrays,
-        scale=values(trace, "output_norm", analysis, step)[:, None],
-        evicted=values(trace, "evicted", analysis) > 0,
+        scale=measured["output_norm"][:, None],
+        evicted=measured["evicted"] > 0,
         configs=trace.run.configs,
         sample_ids=complete,
         layers=tuple(map(trace.layer_name, range(arrays["theta"].shape[2]))),
@@ -114,7 +115,7 @@ def bounded(trace: Trace, analysis: str, step: int) -> Bounded:
 
 
 def check_inequalities(held: Bounded) -> dict[str, int]:
-    """How many values each inequality was checked on. Raises BoundError at the first violation."""
+    """Return how many values each inequality was checked on. Raises BoundError at the first violation."""
     everywhere = np.broadcast_to(held.evicted[:, :, None, None], held.theta.shape)
     return {
         "L ≤ θ": _check("L", held.perturbation, "θ", held.theta, held, everywhere),
@@ -129,7 +130,7 @@ def _check(below: str, lower: Floats, above: str, upper: Floats, held: Bounded, 
     slack = RELATIVE_SLACK * np.abs(upper) + ABSOLUTE_SLACK * held.scale
     violated = where & (lower > upper + slack)
     if violated.any():
-        sample, config, layer, head = (int(place) for place in np.argwhere(violated)[0])
+        sample, config, layer, head = (int(index) for index in np.argwhere(violated)[0])
         msg = f"{below} ≤ {above}"
         raise BoundError(
             msg,
@@ -148,93 +149,104 @@ OVER_SAMPLES = (0.0, 0.5, 1.0)
 MASS_EDGES = np.linspace(0, 1, 21)
 
 
-@dataclass(frozen=True)
-class Spread:
+@record
+class Spread(Record):
     """How one ratio is distributed over samples and heads.
 
     Attributes:
-        evidence: (level,) quantiles at `LEVELS` where σ > 0.5; NaN where no sample of any head has it.
-        flagged: the same where σ ≤ 0.5: shown, never counted as evidence.
         by_layer: (level, layer) quantiles over samples and heads with σ > 0.5.
         by_head: (least/median/largest, layer, head) over all samples; `Tightness.flagged_heads` says where σ ≤ 0.5.
     """
 
-    evidence: Floats
-    flagged: Floats
+    evidence: Floats = column("where σ > 0.5; null where no sample of any head has it", dims=("level",))
+    flagged: Floats = column("where σ ≤ 0.5, which is no evidence", key="sigma_at_most_half", dims=("level",))
     by_layer: Floats
     by_head: Floats
 
+    @derived(key="by_layer", dims=("layer", "level"))
+    def layer_levels(self) -> Floats:
+        """Quantiles over samples and heads with σ > 0.5."""
+        return self.by_layer.T
 
-@dataclass(frozen=True)
-class MassCurve:
+    @derived(key="by_head", dims=("layer", "head", "least/median/largest"))
+    def head_levels(self) -> Floats:
+        """Least, median and largest over all samples."""
+        return np.moveaxis(self.by_head, 0, -1)
+
+
+@record
+class MassCurve(Record):
     """L/θ against the retained mass S.
 
     Attributes:
-        count: (bin,) values, one per sample and head, in each bin between `MASS_EDGES`.
         quantiles: (level, bin) of L/θ at `LEVELS`.
     """
 
-    count: NDArray[np.int64]
+    SECTION = "mass bins"
+
+    count: NDArray[np.int64] = column("values, one per sample and head", dims=("bin",))
     quantiles: Floats
 
+    @derived(dims=("edge",))
+    def edges(self) -> Floats:
+        """Edges of the bins of S."""
+        return MASS_EDGES
 
-@dataclass(frozen=True)
-class Tightness:
+    @derived(key="L/θ", dims=("bin", "level"))
+    def bin_levels(self) -> Floats:
+        """Quantiles of L/θ."""
+        return self.quantiles.T
+
+
+@record
+class RatioCells(Record):
+    """Medians of the four ratios, each with the 5 % and 95 % quantile, as a table shows them."""
+
+    share: float = column("(sample, head) with such σ, a share of all", unit="share", heading="#share of\nheads")
+    share_interval: Scalar = column("over samples")
+    l_theta: str = column("perturbation over the bound of Theorem 2: median and 5 to 95 %", heading="#L/θ")
+    l_theta_hat: str = column("perturbation over the bound of Theorem 3", heading="#L/θ̂")
+    theta_theta_hat: str = column("bound of Theorem 2 over that of Theorem 3", heading="#θ/θ̂")
+    hat_relax: str = column("bound of Theorem 3 over that of Theorem 4", heading="#θ̂/θ̂_relax")
+
+
+@record
+class Tightness(Record):
     """One configuration's bounds.
 
     Attributes:
-        config: the configuration.
-        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
-        evicted_samples: samples in which it evicted anything; only these are looked at.
-        spreads: ratio -> its distribution.
-        mass: L/θ against S.
-        retained_mass: mean S.
-        flagged_share: share of (sample, head) with σ ≤ 0.5, with its interval over samples.
         flagged_heads: (layer, head) share of the samples in which σ ≤ 0.5.
     """
 
-    config: EvictionConfig
-    held: float
-    evicted_samples: int
-    spreads: dict[str, Spread]
-    mass: MassCurve
-    retained_mass: float
-    flagged_share: float
-    flagged_share_interval: Scalar
-    flagged_heads: Floats
+    config: EvictionConfig = column("configuration of these bounds")
+    cache_share: float = column(
+        "entries that its cache holds over those of the full cache", key="held_over_full", heading="#cache\nshare"
+    )
+    evicted_samples: int = column("samples in which anything was evicted; only these count")
+    spreads: Mapping[str, Spread] = column("L/θ, L/θ̂, θ/θ̂, θ̂/θ̂_relax → how it is distributed", key="ratios")
+    mass: MassCurve = column("L/θ against S", key="retained_mass_bins")
+    retained_mass: float = column("mean S, a share of the attention")
+    flagged_share: float = column("share of (sample, head) with σ ≤ 0.5", key="sigma_at_most_half_share", unit="share")
+    flagged_share_interval: Scalar = column("over samples", key="sigma_at_most_half_share_interval")
+    flagged_heads: Floats = column(
+        "share of the samples in which σ ≤ 0.5", key="sigma_at_most_half_by_head", unit="share", dims=("layer", "head")
+    )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {
-                "config": self.config,
-                "held_over_full": self.held,
-                "evicted_samples": self.evicted_samples,
-                "retained_mass": self.retained_mass,
-                "sigma_at_most_half_share": self.flagged_share,
-                "sigma_at_most_half_share_interval": self.flagged_share_interval,
-                "sigma_at_most_half_by_head": self.flagged_heads,
-                "ratios": {
-                    name: {
-                        "evidence": spread.evidence,
-                        "sigma_at_most_half": spread.flagged,
-                        "by_layer": spread.by_layer.T,
-                        "by_head": np.moveaxis(spread.by_head, 0, -1),
-                    }
-                    for name, spread in self.spreads.items()
-                },
-                "retained_mass_bins": {
-                    "edges": MASS_EDGES,
-                    "count": self.mass.count,
-                    "L/θ": self.mass.quantiles.T,
-                },
-            }
-        )
-        return document
+    def cells(self, flagged: bool = False) -> RatioCells:
+        """Return the ratios where σ > 0.5, or where it is flagged."""
+        share, ends = self.flagged_share, self.flagged_share_interval
+        shown = (share, ends) if flagged else (1 - share, complement(ends))
+        return RatioCells(*shown, *(_cell(one.flagged if flagged else one.evidence) for one in self.spreads.values()))
 
 
-def tightness(config: EvictionConfig, held_share: float, held: Bounded) -> Tightness:
-    """The distributions of one configuration's ratios; `held` are the samples of which it evicted anything."""
+def _cell(quantiles: Floats) -> str:
+    """Return the median above the 5 % and 95 % quantiles."""
+    low, _, median, _, high = (float(value) for value in quantiles)
+    return decimal(median) if isnan(median) else f"{decimal(median)}\n{decimal(low)}–{decimal(high)}"
+
+
+def tightness(config: EvictionConfig, cache_share: float, held: Bounded) -> Tightness:
+    """Return the distributions of one configuration's ratios; `held` are the samples of which it evicted anything."""
     flagged = held.sigma <= EVIDENCE
     ratios = dict(
         zip(
@@ -250,7 +262,7 @@ def tightness(config: EvictionConfig, held_share: float, held: Bounded) -> Tight
     )
     return Tightness(
         config=config,
-        held=held_share,
+        cache_share=cache_share,
         evicted_samples=len(flagged),
         spreads={name: _spread(values, flagged) for name, values in ratios.items()},
         mass=_mass_curve(held.mass, ratios[RATIOS[0]]),
@@ -277,7 +289,7 @@ def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
 def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
     held = ~np.isnan(tightness)
     bins = np.clip(np.digitize(mass[held], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
-    inside = [tightness[held][bins == place] for place in range(len(MASS_EDGES) - 1)]
+    inside = [tightness[held][bins == index] for index in range(len(MASS_EDGES) - 1)]
     return MassCurve(
         count=np.array([len(part) for part in inside]),
         quantiles=np.stack([quantiles(part, LEVELS) for part in inside], axis=1),

@@ -1,17 +1,17 @@
-"""Configurations along their budgets: which belong to one curve, and where on its axis each stands."""
+"""Configurations along their budgets: curves, and where on its axis each configuration stands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, held_shares
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.pairing import pairs, sweeps
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -19,28 +19,26 @@ class Axis:
     """Configurations that differ in budget alone, smallest first.
 
     Attributes:
-        places: (budget,) in the trace.
+        indices: (budget,) in the trace.
         configs: (budget,).
-        held: (budget,) entries that the cache holds over those of the full cache; NaN where the trace does not tell.
-        at: (budget,) where each stands: its budget as the user gave it, or `held`.
+        cache_shares: (budget,) entries of the cache over those of the full cache; NaN where the trace lacks them.
+        at: (budget,) coordinates: budgets as the user gave them, or `cache_shares`.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     configs: tuple[EvictionConfig, ...]
-    held: Floats
+    cache_shares: Floats
     at: Floats
 
 
-def axis(trace: Trace, places: Sequence[int], analysis: str) -> Axis:
-    """The axis of configurations that differ in budget alone.
-
-    Raises ConfigError as `check_kind`.
-    """
-    ordered = sorted(places, key=lambda place: trace.run.configs[place].budget.value)
-    configs = [trace.run.configs[place] for place in ordered]
-    check_kind(configs, analysis)
+def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
+    """Return the axis of configurations that differ in budget alone. Raises ConfigError as `check_kind`."""
+    run = measured.trace.run
+    ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
+    configs = [run.configs[index] for index in ordered]
+    check_kind(configs, measured.analysis)
     budgets = np.array([config.budget.value for config in configs], dtype=np.float64)
-    return Axis(tuple(ordered), tuple(configs), held_shares(trace, analysis)[ordered], budgets)
+    return Axis(tuple(ordered), tuple(configs), measured.cache_shares[ordered], budgets)
 
 
 def check_kind(configs: Sequence[EvictionConfig], analysis: str) -> None:
@@ -52,24 +50,32 @@ def check_kind(configs: Sequence[EvictionConfig], analysis: str) -> None:
         raise ConfigError(msg)
 
 
-def compared(trace: Trace, baseline: str, treatment: str, analysis: str) -> list[tuple[Axis, Axis]]:
-    """Every two curves of which one is the other's baseline, each over all of its own budgets.
+def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[tuple[Axis, Axis]]:
+    """Return every two curves of which one is the other's baseline, each over all of its own budgets.
 
     They are those of `pairs`; where none agrees because the sides keep other sets (per head, or per group of heads),
     the two curves, if each side has but one. Raises as `pairs` and `axis`.
     """
-    first, second = ([tuple(found) for found in sweeps(trace.run, side)] for side in (baseline, treatment))
+    run = measured.trace.run
+    first, second = ([tuple(indices) for indices in sweeps(run, side)] for side in (baseline, treatment))
     try:
-        related = pairs(trace.run, baseline, treatment)
+        related = pairs(run, baseline, treatment)
     except TraceError:
         if len(first) > 1 or len(second) > 1 or first == second:
             raise
-        found = [(first[0], second[0])]
+        chosen = [(first[0], second[0])]
     else:
-        found = list(dict.fromkeys((_holding(trace, first, one), _holding(trace, second, two)) for one, two in related))
-    return [(axis(trace, one, analysis), axis(trace, two, analysis)) for one, two in found]
+        chosen = list(dict.fromkeys((_containing(run, first, one), _containing(run, second, two))
+                                    for one, two in related))  # fmt: skip
+    return [(axis(measured, one), axis(measured, two)) for one, two in chosen]
 
 
-def _holding(trace: Trace, found: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
-    """Those places among which a configuration is."""
-    return next(places for places in found if any(trace.run.configs[place] == config for place in places))
+def above_full(shares: Iterable[float]) -> list[str]:
+    """Return the caveat on caches that hold more than the full one, if any does."""
+    above = any(share > 1 for share in shares)
+    return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []
+
+
+def _containing(run: RunConfig, curves: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
+    """Return the indices of the curve that a configuration belongs to."""
+    return next(indices for indices in curves if any(run.configs[index] == config for index in indices))

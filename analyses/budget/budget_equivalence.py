@@ -1,4 +1,4 @@
-"""At which budget does a baseline do as well as a treatment does at its own? By monotone interpolation over budgets.
+"""Equivalent budgets: where a baseline does as well as a treatment, by monotone interpolation over budgets.
 
 The number comes from the sample means: isotonic regression makes both sides' fall with the budget, and between two
 budgets a line on the logarithm of the budget joins the baseline's (of what is positive also on its own logarithm: it
@@ -16,9 +16,8 @@ eight samples holds the truth too rarely. Budgets between two that belong belong
 Of what a single prompt can dominate, such as KL, means tell nothing: there each sample has a budget of its own, and
 their median counts, between two of them (`intervals.of_medians`).
 
-What a configuration loses, sample by sample, in the measures that budgets are compared by.
-
-One measure of two curves over their budgets, and what the second saves at each of its budgets.
+`Loss` is what each configuration loses by one measure, sample by sample; `MeasuredSavings` are two curves over their
+budgets by one measure, with the saving at each of the second one's budgets.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from math import inf
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
+from perturbkv.analyses import text
 from perturbkv.analyses.budget.budget_axis import Axis
-from perturbkv.analyses.measurements import Floats, scores, values
+from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Interval, Kind, Scalar, share_of
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.trace import Trace
 
 LEAST_BUDGETS = 5
 """Fewer leave too much to the lines between them."""
@@ -52,39 +52,44 @@ _DIGITS = 12
 """Of means, for the same reason, where it is asked whether they fall."""
 
 
-@dataclass(frozen=True)
-class Reached:
+@record
+class EquivalentBudget(Record):
     """The budget at which a baseline does as well as a treatment.
 
     Attributes:
-        value: that budget; infinite where the largest measured does not, 0 where the smallest does better already.
-        interval: its interval; an end is infinite, or 0, where the measured budgets do not show it. None: one sample,
-            or `flat`.
         flat: whether the treatment lies at the level on which the baseline's curve begins or ends flat: `value` is then
-            the smallest budget measured that does as well, and which one would is not known.
+            the smallest budget measured that does as well, and the true one is not known.
     """
 
-    value: float
-    interval: Scalar
+    SECTION = "equivalent budget"
+
+    value: float = column(
+        "the budget; null or 0 beyond those measured; where `beyond` is flat the smallest measured that does as well"
+    )
+    interval: Scalar = column(
+        "budgets that the samples cannot distinguish from it; null or 0 at an open end; null where `beyond` is flat"
+    )
     flat: bool = False
 
     @property
-    def told(self) -> bool:
-        """Whether it is known and lies among the budgets measured."""
+    def known(self) -> bool:
+        """Whether it lies among the budgets measured."""
         return 0 < self.value < np.inf and not self.flat
 
-    @property
+    @derived()
     def beyond(self) -> str:
-        """What is missing: `flat`; `both` ends; that it lies `above` or `below` the budgets measured; else empty."""
+        """Side of the budgets measured, above or below; both: no end is known; flat: a flat curve; else empty."""
         if self.flat:
             return "flat"
         if self.interval is not None and self.interval.low == 0 and self.interval.high == np.inf:
             return "both"
-        return "" if self.told else "above" if self.value else "below"
+        return "" if self.known else "above" if self.value else "below"
 
 
-def reached(budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: Kind) -> list[Reached]:
-    """Where the baseline's loss comes down to the treatment's, for each of the treatment's budgets.
+def equivalent_budgets(
+    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: Kind
+) -> list[EquivalentBudget]:
+    """Return where the baseline's loss comes down to the treatment's, for each of the treatment's budgets.
 
     Args:
         budgets: (budget,) the baseline's, rising.
@@ -94,35 +99,42 @@ def reached(budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, k
         kind: of the comparison: on a logarithm a ratio of means, else a mean of differences of what lies in [0, 1].
     """
     falling, levels = _falling(baseline), _falling(treatment)
-    return [_reached(budgets, falling, float(at), level, kind) for at, level in zip(own, levels.T, strict=True)]
+    return [
+        _equivalent_budget(budgets, falling, float(at), level, kind) for at, level in zip(own, levels.T, strict=True)
+    ]
 
 
-def _reached(budgets: Floats, falling: Floats, own: float, level: Floats, kind: Kind) -> Reached:
+def _equivalent_budget(budgets: Floats, falling: Floats, own: float, level: Floats, kind: Kind) -> EquivalentBudget:
     curve, aim = falling.mean(axis=0), float(level.mean())
     flat = None if kind.log else _flat(curve, aim)
     if flat is not None:
-        return Reached(float(budgets[flat]), None, flat=True)
+        return EquivalentBudget(float(budgets[flat]), None, flat=True)
     value = _crossing(budgets, curve, aim, own, kind.log)
     tried = np.geomspace(budgets[0], budgets[-1], _CANDIDATES)
     contrast = _contrast(_weights(budgets, tried), falling, level, kind.log)
     band = intervals.band(contrast, len(falling), kind)
     if band is None:
-        return Reached(value, None)
+        return EquivalentBudget(value, None)
     equal = 1.0 if kind.log else 0.0
     low, high = _ends(tried, band.high < equal - _SAME, band.low > equal + _SAME)
-    return Reached(value, Interval(min(low, value), max(high, value), band.kind))
+    return EquivalentBudget(value, Interval(min(low, value), max(high, value), band.kind))
 
 
 def _flat(curve: Floats, aim: float) -> int | None:
-    """The first budget at the level on which the curve begins or ends flat, or at that of no score; None elsewhere."""
+    """Return the first index of the level on which the curve begins or ends flat, or of no score; None elsewhere."""
     same = np.abs(curve - aim) <= _SAME
     if same[:2].all() or same[-2:].all() or aim >= 1 - _SAME:
         return int(np.argmax(same))  # the smallest one also where every budget scores something
     return None
 
 
-def reached_by_half(budgets: Floats, baseline: Floats, own: Floats, treatment: Floats) -> list[Reached]:
-    """The same of something positive, as the median over samples of each one's own budget."""
+def median_equivalent_budgets(
+    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats
+) -> list[EquivalentBudget]:
+    """Return the medians over samples of each sample's own equivalent budget; losses are positive.
+
+    Arguments as of `equivalent_budgets`.
+    """
     sides = [np.stack([_falling(one[None])[0] for one in side]) for side in (baseline, treatment)]
     each = np.array(
         [
@@ -133,16 +145,16 @@ def reached_by_half(budgets: Floats, baseline: Floats, own: Floats, treatment: F
     middle = np.sort(each, axis=0)[(len(each) - 1) // 2]  # of an even number the lower one: no more than is saved
     band = intervals.of_medians(each)
     if band is None:
-        return [Reached(float(value), None) for value in middle]
-    ends = (band.at(place) for place in range(len(own)))
+        return [EquivalentBudget(float(value), None) for value in middle]
+    ends = (band.at(index) for index in range(len(own)))
     return [
-        Reached(float(value), Interval(min(one.low, budgets[-1]), max(one.high, budgets[0]), one.kind))
+        EquivalentBudget(float(value), Interval(min(one.low, budgets[-1]), max(one.high, budgets[0]), one.kind))
         for value, one in zip(middle, ends, strict=True)
     ]
 
 
 def _falling(losses: Floats) -> Floats:
-    """(sample, budget) losses whose mean falls: neighbouring budgets at which it rises have their common mean."""
+    """Return (sample, budget) losses whose mean falls: neighbouring budgets at which it rises share their mean."""
     means = losses.mean(axis=0)
     shares = np.round(means / (means.max() or 1.0), _DIGITS)
     starts = isotonic_regression(shares, increasing=False).blocks
@@ -151,28 +163,28 @@ def _falling(losses: Floats) -> Floats:
 
 
 def _crossing(budgets: Floats, curve: Floats, level: float, own: float, log: bool) -> float:
-    """The budget at which a falling curve (budget,) is at the level; where it is flat there, the nearest to `own`."""
+    """Return the budget at which a falling curve (budget,) is at the level: of a flat part the nearest to `own`."""
     curve, aim = _scaled(curve, log), _scaled(np.asarray(level), log)
     same = budgets[np.abs(curve - aim) <= _SAME]
     if len(same):
         return float(np.clip(own, same[0], same[-1]))
     if curve[-1] > aim:
         return float("inf")
-    place = int(np.argmax(curve < aim))
-    if place == 0:
+    index = int(np.argmax(curve < aim))
+    if index == 0:
         return 0.0
-    share = (curve[place - 1] - aim) / (curve[place - 1] - curve[place])
-    return float(budgets[place - 1] * (budgets[place] / budgets[place - 1]) ** share)
+    share = (curve[index - 1] - aim) / (curve[index - 1] - curve[index])
+    return float(budgets[index - 1] * (budgets[index] / budgets[index - 1]) ** share)
 
 
 def _weights(budgets: Floats, tried: Floats) -> Floats:
-    """(tried, budget) how much each measured budget counts at a tried one: the two beside it, by their logarithms."""
-    places = np.log(budgets)
-    return np.stack([np.interp(np.log(tried), places, one) for one in np.eye(len(budgets))], axis=1)
+    """Return (tried, budget) weights of the measured budgets at tried ones: linear in the logarithm."""
+    logs = np.log(budgets)
+    return np.stack([np.interp(np.log(tried), logs, one) for one in np.eye(len(budgets))], axis=1)
 
 
 def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -> Callable[[Floats], Floats]:
-    """Treatment against baseline at each tried budget, of samples weighted (row, sample): (row, tried)."""
+    """Return treatment against baseline at each tried budget: (row, sample) weights -> (row, tried)."""
 
     def contrast(weights: Floats) -> Floats:
         level, curve = (weights @ treatment)[:, None], _scaled(weights @ baseline, log) @ between.T
@@ -182,7 +194,7 @@ def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -
 
 
 def _ends(tried: Floats, ahead: np.ndarray, behind: np.ndarray) -> tuple[float, float]:
-    """Ends of what lies behind the budgets at which the treatment is ahead for sure, and before those where it is not.
+    """Return the ends of the budgets between those where the treatment surely leads and those where it surely does not.
 
     Open, 0 or infinite, where no tried budget is on that side.
     """
@@ -202,13 +214,15 @@ MEASURES = {
     "propagated": "propagated L1 / ‖o‖₁",
     "kl": "KL, nat, median",
 }
-"""Name -> what it is called above numbers: mean score of answers, mean propagated perturbation of all heads over the
-norms of their full outputs, and KL(full ‖ evicted), whose mean a single prompt can make."""
+"""Name -> its caption: mean score of answers, mean propagated perturbation of all heads over the norms of their full
+outputs, and KL(full ‖ evicted), whose mean a single prompt can make."""
+NAMES = {"score": "score", "propagated": "propagated L1", "kl": "KL"}
+"""Name -> its short caption."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One measure of a trace, as what is lost: the less the better.
+    """One measure of a trace as a loss: the less the better.
 
     Attributes:
         name: a key of `MEASURES`.
@@ -220,9 +234,9 @@ class Loss:
     each: Floats
     full: float
 
-    def level(self, place: int) -> tuple[float, Scalar]:
-        """What stands in tables of one configuration: the score in [0, 1], the mean L1, the median KL."""
-        each = self.each[:, place]
+    def level(self, index: int) -> tuple[float, Scalar]:
+        """Return one configuration's score in [0, 1], mean L1 or median KL, with its interval."""
+        each = self.each[:, index]
         if self.name == "kl":
             band = intervals.of_medians(each[:, None])
             return float(np.median(each)), None if band is None else band.at(0)
@@ -230,24 +244,25 @@ class Loss:
             return float(1 - each.mean()), intervals.of_mean(1 - each, share_of(0))
         return float(each.mean()), intervals.of_mean(each, POSITIVE)
 
-    def reached(self, baseline: Axis, treatment: Axis) -> list[Reached]:
-        """The budgets at which the baseline loses no more than the treatment does at each of its own."""
-        falling, levels = (self.each[:, list(one.places)] for one in (baseline, treatment))
+    def equivalent_budgets(self, baseline: Axis, treatment: Axis) -> list[EquivalentBudget]:
+        """Return the budgets at which the baseline loses no more than the treatment does at each of its own."""
+        falling, levels = (self.each[:, list(side.indices)] for side in (baseline, treatment))
         if self.name == "kl":
-            return reached_by_half(baseline.at, falling, treatment.at, levels)
-        return reached(baseline.at, falling, treatment.at, levels, DIFFERENCE if self.name == "score" else RATIO)
+            return median_equivalent_budgets(baseline.at, falling, treatment.at, levels)
+        kind = DIFFERENCE if self.name == "score" else RATIO
+        return equivalent_budgets(baseline.at, falling, treatment.at, levels, kind)
 
 
-def losses(trace: Trace, by: Sequence[str] | None, step: int, analysis: str) -> list[Loss]:
-    """The measures asked for, or with None all that the trace has; scores are of whole answers, whatever the step.
+def losses(measured: Measurements, by: Sequence[str] | None) -> list[Loss]:
+    """Return the losses by some measures, or with None by all that the trace has; scores are of whole answers.
 
     Raises TraceError where the trace lacks one, UnknownNameError for an unknown one, ConfigError for none at all.
     """
-    return [_loss(trace, name, step, analysis) for name in (_held(trace) if by is None else checked(by))]
+    return [_loss(measured, name) for name in (_available(measured) if by is None else checked(by))]
 
 
 def checked(by: Sequence[str]) -> list[str]:
-    """Names of measures, or one, each once. Raises UnknownNameError, or ConfigError where there is none."""
+    """Return names of measures, or one, each once. Raises UnknownNameError, or ConfigError where there is none."""
     names = [by] if isinstance(by, str) else list(by)
     for name in names:
         if name not in MEASURES:
@@ -258,131 +273,183 @@ def checked(by: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _held(trace: Trace) -> list[str]:
-    """The measures of a trace: all of them, without scores where some answer has none."""
-    graded = "score_full" in trace.arrays and not np.isnan(np.asarray(trace.arrays["score_full"])[trace.ok]).any()
+def _available(measured: Measurements) -> list[str]:
+    """Return the measures of a trace: all of them, without scores where some answer has none."""
+    trace = measured.trace
+    graded = "score_full" in measured and not np.isnan(np.asarray(trace.arrays["score_full"])[trace.ok]).any()
     return [name for name in MEASURES if graded or name != "score"]
 
 
-def _loss(trace: Trace, name: str, step: int, analysis: str) -> Loss:
+def _loss(measured: Measurements, name: str) -> Loss:
     if name == "score":
-        found = scores(trace, analysis)
-        return Loss(name, 1 - found.evicted, float(found.full.mean()))
+        graded = scores(measured.trace, measured.analysis)
+        return Loss(name, 1 - graded.evicted, float(graded.full.mean()))
     if name == "kl":
-        return Loss(name, values(trace, "logit_kl", analysis, step), float("nan"))
-    moved = values(trace, "perturbation_propagated", analysis, step).sum(axis=(2, 3))
-    whole = values(trace, "output_norm", analysis, step).sum(axis=(1, 2))
-    return Loss(name, moved / whole[:, None], float("nan"))
+        return Loss(name, measured["logit_kl"], float("nan"))
+    perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
+    norms = measured["output_norm"].sum(axis=(1, 2))
+    return Loss(name, perturbation / norms[:, None], float("nan"))
 
 
-@dataclass(frozen=True)
-class Level:
-    """One configuration of a curve.
+@record
+class Level(Record):
+    """One configuration of a curve."""
 
-    Attributes:
-        config: the configuration.
-        at: where it stands on the axis: its budget, or held / full.
-        held: entries that its cache holds over those of the full cache; NaN where the trace does not tell.
-        level: its score in [0, 1], mean relative L1 or median KL in nat; `level_interval` over samples.
-    """
+    SECTION = "level"
 
-    config: EvictionConfig
-    at: float
-    held: float
-    level: float
-    level_interval: Scalar
+    config: EvictionConfig = column("the configuration")
+    at: float = column("its coordinate: its budget, or the share of the full cache's entries that its cache holds")
+    cache_share: float = column(
+        "entries of its cache over those of the full cache; null where the trace lacks them", key="held",
+        heading="#cache\nshare",
+    )  # fmt: skip
+    level: float = column(
+        "mean score (0 to 1), mean propagated L1 over the norms of the full outputs, or median KL (nat)",
+        heading="#its value", text=text.significant,
+    )  # fmt: skip
+    level_interval: Scalar = interval()
 
 
-@dataclass(frozen=True)
+@record
 class Point(Level):
-    """One configuration of the treatment, and what the baseline needs for the same.
+    """One configuration of the treatment, and the baseline's budget that does as well.
 
     Attributes:
-        reached: the baseline's budget, on the same axis.
+        baseline_range: the least and the largest coordinate at which the baseline was measured.
+        entries: whether coordinates are whole numbers of entries.
     """
 
-    reached: Reached
+    SECTION = "saving at a budget"
 
-    @property
+    equivalent: EquivalentBudget = column("the baseline's budget for the same, on the same axis", key="reached")
+    reason: str = column("why there is no saving, or no end of its interval; empty where both are there")
+    baseline_level: float | None = column(
+        "the same of the baseline at that budget", heading="#baseline's\nvalue", text=text.significant, json=False
+    )
+    baseline_level_interval: Scalar
+    baseline_range: tuple[float, float]
+    entries: bool
+
+    @derived()
     def saving(self) -> float:
-        """1 − b / b*; negative where the baseline needs less; NaN where b* is not known among the budgets measured."""
-        return 1 - self.at / self.reached.value if self.reached.told else float("nan")
+        """1 − budget / the baseline's; null where that lies beyond the budgets measured, or is not known."""
+        return 1 - self.at / self.equivalent.value if self.equivalent.known else float("nan")
 
-    @property
-    def interval(self) -> Scalar:
-        """Of the saving; −∞ or 1 at an end that the budgets measured do not show; None where b* has none."""
-        ends = self.reached.interval
+    @derived()
+    def saving_interval(self) -> Scalar:
+        """Interval of the saving; an end is 1, or null for −∞, where the budgets measured do not show it."""
+        ends = self.equivalent.interval
         if ends is None:
             return None
         low, high = (1 - self.at / end if end > 0 else -np.inf for end in (ends.low, ends.high))
         return Interval(low, high, ends.kind)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        reached = {"value": self.reached.value, "interval": self.reached.interval, "beyond": self.reached.beyond}
-        own = {name: value for name, value in vars(self).items() if name != "reached"}
-        return {**own, "reached": reached, "saving": self.saving, "saving_interval": self.interval}
+    @property
+    def least_saving(self) -> float:
+        """The saving, or where it is beyond what was measured, the end that it lies behind."""
+        if self.equivalent.known:
+            return self.saving
+        return 1 - self.at / self.baseline_range[1 if self.equivalent.value else 0]
+
+    @derived(heading="#saved\n1 − b / b*", json=False)
+    def saved(self) -> str:
+        """Share of the baseline's budget that the treatment saves; ? where the baseline's curve is flat."""
+        if self.equivalent.flat:
+            return "?"
+        return _SIGNS.get(self.equivalent.value, "") + text.percent(self.least_saving) + text.ends(
+            self.saving_interval, _hundredths, "\n")  # fmt: skip
+
+    @derived(heading="#baseline's\nbudget b*", json=False)
+    def equivalent_budget(self) -> str:
+        """Budget at which the baseline does as well; > and <: beyond those measured, ≤ on a flat curve."""
+        value, low_high = self.equivalent.value, self.baseline_range
+        sign = "≤ " if self.equivalent.flat else _SIGNS.get(value, "")
+        shown = sign + self._coordinate({inf: low_high[1], 0.0: low_high[0]}.get(value, value))
+        ends = text.ends(self.equivalent.interval, lambda end: self._coordinate(end) if 0 < end < inf else "…", "\n")
+        return shown + ends
+
+    def _coordinate(self, value: float) -> str:
+        return f"{value:,.0f}" if self.entries else f"{value:.3g}"
 
 
-@dataclass(frozen=True)
-class MeasuredSavings:
-    """Both curves by one measure, smallest budget first.
-
-    Attributes:
-        measure: a key of `budget_equivalence.MEASURES`.
-        full: the full cache's score in [0, 1]; NaN of other measures.
-        baseline: the baseline's levels.
-        points: the treatment's, and what each saves.
-        rising: the baseline's neighbouring budgets between which it loses more instead of less: pooled.
-        treatment_rising: the treatment's, likewise.
-    """
-
-    measure: str
-    full: float
-    baseline: tuple[Level, ...]
-    points: tuple[Point, ...]
-    rising: tuple[tuple[float, float], ...]
-    treatment_rising: tuple[tuple[float, float], ...]
-
-    def reason(self, point: Point) -> str:
-        """Why a saving has no number, or no interval that says anything; empty where it has both."""
-        smallest, largest = (f"{level.at:.4g}" for level in (self.baseline[0], self.baseline[-1]))
-        at = f"{point.reached.value:.4g}"
-        best = f"the baseline does as well from {at} on, where it is at its best"
-        return {
-            "flat": f"the baseline does as well at {at}, the smallest budget measured" if at == smallest else best,
-            "both": "no budget measured can be told from it",
-            "above": f"the baseline does worse at {largest}, the largest budget measured",
-            "below": f"the baseline does better at {smallest}, the smallest budget measured",
-        }.get(point.reached.beyond, "")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        return {**vars(self), "points": [{**point.to_dict(), "reason": self.reason(point)} for point in self.points]}
+_SIGNS = {inf: "> ", 0.0: "< "}
 
 
-def of_measure(loss: Loss, baseline: Axis, treatment: Axis) -> MeasuredSavings:
-    """What the treatment saves by one measure."""
+def _hundredths(end: float) -> str:
+    """Return an end of a saving in percent; 1 and −∞ are ends that nothing shows."""
+    return "…" if end in (1, -inf) else text.fixed(100 * end, 0)
+
+
+@record
+class MeasuredSavings(Record):
+    """Both curves by one measure, smallest budget first."""
+
+    SECTION = "savings by one measure"
+
+    measure: str = column("score, propagated or kl")
+    full: float = column("mean score of the full cache's answers, 0 to 1; null of other measures")
+    baseline: tuple[Level, ...] = column("smallest budget first")
+    points: tuple[Point, ...] = column("the treatment's, likewise")
+    rising: tuple[tuple[float, float], ...] = column(
+        "the baseline's neighbouring budgets between which it does worse with more: these are pooled"
+    )
+    treatment_rising: tuple[tuple[float, float], ...] = column("the treatment's, likewise")
+
+    @derived(heading="measure", json=False)
+    def caption(self) -> str:
+        """Mean score of the answers, mean propagated L1 of all heads over their full outputs' norms, or median KL."""
+        return NAMES[self.measure].replace(" ", "\n")
+
+
+def measured_savings(loss: Loss, baseline: Axis, treatment: Axis, along: str) -> MeasuredSavings:
+    """Return what the treatment saves by one measure; `along`: what the axes' coordinates are, budget or held."""
     levels, own = _levels(loss, baseline), _levels(loss, treatment)
-    reached = loss.reached(baseline, treatment)
+    equivalents = loss.equivalent_budgets(baseline, treatment)
+    entries = along == "budget" and isinstance(treatment.configs[0].budget.value, int)
     return MeasuredSavings(
         measure=loss.name,
         full=loss.full,
         baseline=tuple(levels),
-        points=tuple(Point(**vars(level), reached=at) for level, at in zip(own, reached, strict=True)),
+        points=tuple(_point(level, one, levels, entries) for level, one in zip(own, equivalents, strict=True)),
         rising=_rising(loss, levels),
         treatment_rising=_rising(loss, own),
     )
 
 
-def _levels(loss: Loss, one: Axis) -> list[Level]:
+def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level], entries: bool) -> Point:
+    there = next((one for one in baseline if one.at == level.at), None)
+    ends = (baseline[0].at, baseline[-1].at)
+    return Point(
+        **vars(level),
+        equivalent=equivalent,
+        reason=_reason(equivalent, ends),
+        baseline_level=None if there is None else there.level,
+        baseline_level_interval=None if there is None else there.level_interval,
+        baseline_range=ends,
+        entries=entries,
+    )
+
+
+def _reason(equivalent: EquivalentBudget, measured: tuple[float, float]) -> str:
+    """Return why a saving has no number, or no interval that says anything; empty where it has both."""
+    smallest, largest, at = (f"{value:.4g}" for value in (*measured, equivalent.value))
+    best = f"the baseline does as well from {at} on, where it is at its best"
+    return {
+        "flat": f"the baseline does as well at {at}, the smallest budget measured" if at == smallest else best,
+        "both": "no budget measured can be told from it",
+        "above": f"the baseline does worse at {largest}, the largest budget measured",
+        "below": f"the baseline does better at {smallest}, the smallest budget measured",
+    }.get(equivalent.beyond, "")
+
+
+def _levels(loss: Loss, axis: Axis) -> list[Level]:
     return [
-        Level(config, float(at), float(held), *loss.level(place))
-        for config, place, at, held in zip(one.configs, one.places, one.at, one.held, strict=True)
+        Level(config, float(at), float(share), *loss.level(index))
+        for config, index, at, share in zip(axis.configs, axis.indices, axis.at, axis.cache_shares, strict=True)
     ]
 
 
 def _rising(loss: Loss, levels: list[Level]) -> tuple[tuple[float, float], ...]:
-    """Where more budget loses more."""
+    """Return neighbouring budgets of which the larger loses more."""
     sign = -1 if loss.name == "score" else 1
     return tuple((low.at, high.at) for low, high in pairwise(levels) if sign * (high.level - low.level) > 0)

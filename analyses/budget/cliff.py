@@ -1,314 +1,251 @@
-"""Where does each method fall off its cliff? The budget at which KL of the next token passes 0.1 nat, and 1 nat.
-
-One method over its budgets: KL of the next token, and where it passes the thresholds.
-
-How cliffs are told: in a sentence per threshold, in tables, in the notes beneath.
-"""
+"""Cliffs: the budgets at which KL of the next token passes 0.1 nat, and 1 nat, method by method."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf, isnan
+from math import isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import pairing, text
+from perturbkv.analyses import columns, pairing, text
 from perturbkv.analyses.budget.budget_axis import Axis, axis
 from perturbkv.analyses.budget.criteria import Criterion
+from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Floats, at_step, values
-from perturbkv.analyses.pairing import Sides, checked, folded, sweeps
+from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.pairing import Sides, checked, sweeps
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain
-from perturbkv.analyses.stats.crossings import Contest, Crossing, contest, crossing
-from perturbkv.analyses.stats.intervals import Band
-from perturbkv.analyses.text import over, sentence
+from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
+from perturbkv.analyses.stats.intervals import Band, Scalar
+from perturbkv.analyses.text import sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.selections import STAGED
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "cliff"
+THRESHOLDS = (0.1, 1.0)
+"""Nat."""
+LEAST_BUDGETS = 3
+_METHOD = (
+    "Lines join the budgets measured, on both logarithms; beyond them only the side is known, > or <. Brackets: the "
+    "budgets at which the median's own interval holds the threshold. Over the first's: the median over samples of "
+    "each one's own ratio; a sample that passes beyond the budgets counts with all that its ratio can be."
+)
 
 
-@dataclass(frozen=True)
-class Cliff:
-    """One method over its budgets, smallest first.
+@record
+class BudgetKL(Record):
+    """KL of the next token at one budget of a method."""
 
-    Attributes:
-        name: what tells it from the others.
-        configs: its configurations.
-        budgets: (budget,) as the user gave them: all entries, or all shares.
-        held: (budget,) entries that the cache holds over those of the full cache; NaN where the trace does not tell.
-        held_bytes: (budget,) mean bytes of the evicted caches, stored in 16 bits or fewer; NaN likewise.
-        median: (budget,) of KL(full ‖ evicted) of the next token over samples, nat; `median_interval` of it.
-        mean: (budget,) over samples, most of which single prompts can make.
-        unstaged: (budget,) prompts in which stage 1 takes no entry in any head, where the method has a stage 1.
-        crossings: one per threshold.
-        contests: against the first method, one per threshold; empty of the first.
-    """
+    budget: str = column("budget as given", heading="#budget")
+    cache_share: float = column("entries of the cache over those of the full cache", heading="#cache\nshare")
+    median: float = column("KL of the next token", unit="nat", heading="#KL, nat,\nmedian", text=text.significant)
+    median_interval: Scalar = interval()
+    mean: float = column("KL, mean over samples; one can dominate it", heading="#mean", text=text.significant)
 
-    name: str
-    configs: tuple[EvictionConfig, ...]
-    budgets: Floats
-    held: Floats
-    held_bytes: Floats
-    median: Floats
-    median_interval: Band
-    mean: Floats
-    unstaged: NDArray[np.int64]
-    crossings: tuple[Crossing, ...]
-    contests: tuple[Contest, ...]
+
+@record
+class Cliff(Record):
+    """One method over its budgets, smallest first."""
+
+    SECTION = "cliff of a method"
+
+    name: str = column("what distinguishes it from the other methods")
+    configs: tuple[EvictionConfig, ...] = column("its configurations, smallest budget first")
+    budgets: Floats = column("(budget) as given: all entries, or all shares", dims=("budget",))
+    cache_shares: Floats = column(
+        "(budget) entries of the cache over those of the full cache", key="held", dims=("budget",)
+    )
+    cache_bytes: Floats = column(
+        "(budget) mean bytes of the evicted caches, in 16 bits or fewer", key="held_bytes", dims=("budget",)
+    )
+    median: Floats = column("(budget) KL of the next token over samples", unit="nat", dims=("budget",))
+    median_interval: Band = interval("of the medians")
+    mean: Floats = column("(budget) mean over samples; one sample can dominate it", unit="nat", dims=("budget",))
+    unstaged: NDArray[np.int64] = column(
+        "(budget) samples in which stage 1 takes no entry in any head", dims=("budget",)
+    )
+    crossings: tuple[Crossing, ...] = column("one per threshold")
+    ratios: tuple[CrossingRatio, ...] = column("one per threshold, over the first method; empty of the first method")
 
     def at(self, budget: float, quantity: Floats) -> float:
-        """What a (budget,) quantity is at a budget among those measured, by a line on both logarithms; else NaN."""
+        """Return a (budget,) quantity at a measured budget or between two, on both logarithms; beyond them NaN."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
             return float("nan")
         return float(np.exp(np.interp(np.log(budget), np.log(self.budgets), np.log(quantity))))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        passed = [self._crossing(one) for one in self.crossings]
-        return {**vars(self), "crossings": passed, "contests": [one.to_dict() for one in self.contests]}
-
-    def _crossing(self, one: Crossing) -> dict[str, Any]:
-        told = one.to_dict(self.budgets[0], self.budgets[-1])
-        return {**told, "held": self.at(one.value, self.held), "held_bytes": self.at(one.value, self.held_bytes)}
+    def by_budget(self) -> Iterator[BudgetKL]:
+        """Yield KL at each budget."""
+        for index, config in enumerate(self.configs):
+            yield BudgetKL(
+                budget=str(config.budget),
+                cache_share=float(self.cache_shares[index]),
+                median=float(self.median[index]),
+                median_interval=text.interval_at(self.median_interval, index),
+                mean=float(self.mean[index]),
+            )
 
 
 def method_cliff(
-    trace: Trace, name: str, own: Axis, baseline: Axis, each: Floats, thresholds: tuple[float, ...]
+    measured: Measurements, name: str, own: Axis, baseline: Axis, each: Floats, thresholds: tuple[float, ...]
 ) -> Cliff:
-    """One method; `each` is (sample, config)."""
-    curves, against = each[:, list(own.places)], each[:, list(baseline.places)]
-    contests = [] if own is baseline else [
-        contest((baseline.at, own.at), (against, curves), threshold) for threshold in thresholds
+    """Return one method's cliff; `each` is (sample, config) KL in nat."""
+    curves, against = each[:, list(own.indices)], each[:, list(baseline.indices)]
+    ratios = [] if own is baseline else [
+        crossing_ratio((baseline.at, own.at), (against, curves), threshold) for threshold in thresholds
     ]  # fmt: skip
-    return Cliff(
+    made = Cliff(
         name=name,
         configs=own.configs,
         budgets=own.at,
-        held=own.held,
-        held_bytes=_bytes(trace)[list(own.places)],
+        cache_shares=own.cache_shares,
+        cache_bytes=_bytes(measured)[list(own.indices)],
         median=np.median(curves, axis=0),
         median_interval=intervals.of_medians(curves),
         mean=curves.mean(axis=0),
-        unstaged=_method_cliff_unstaged(trace, own),
-        crossings=tuple(crossing(own.at, curves, threshold) for threshold in thresholds),
-        contests=tuple(contests),
+        unstaged=_unstaged(measured, own),
+        crossings=(),
+        ratios=tuple(ratios),
+    )
+    return dataclasses.replace(made, crossings=tuple(_crossing(made, curves, one) for one in thresholds))
+
+
+def _crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
+    """Return a crossing with the caches at its budget."""
+    one = crossing(method.budgets, curves, threshold)
+    return dataclasses.replace(
+        one,
+        entries=isinstance(method.configs[0].budget.value, int),
+        cache_share=method.at(one.value, method.cache_shares),
+        cache_bytes=method.at(one.value, method.cache_bytes),
     )
 
 
-def _bytes(trace: Trace) -> Floats:
-    """(config,) mean bytes over samples; NaN where the trace does not tell."""
-    if "held_bytes" not in trace.arrays:
-        return np.full(len(trace.run.configs), np.nan)
-    return np.asarray(values(trace, "held_bytes", ANALYSIS).mean(axis=0))
+def _bytes(measured: Measurements) -> Floats:
+    """Return (config,) mean bytes over samples; NaN where the trace lacks them."""
+    if "held_bytes" not in measured:
+        return np.full(len(measured.trace.run.configs), np.nan)
+    return np.asarray(measured["held_bytes"].mean(axis=0))
 
 
-def _method_cliff_unstaged(trace: Trace, own: Axis) -> NDArray[np.int64]:
-    """(budget,) prompts of which a method that has two stages takes nothing in its first."""
-    taken = values(trace, "stage1_count", ANALYSIS)[:, list(own.places)].max(axis=(2, 3))
+def _unstaged(measured: Measurements, own: Axis) -> NDArray[np.int64]:
+    """Return (budget,) how many samples a method with two stages takes nothing of in its first."""
+    taken = measured["stage1_count"][:, list(own.indices)].max(axis=(2, 3))
     staged = np.array([config.selection.name in STAGED for config in own.configs])
     return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
 
 
-_MB = 1e6
-_HOW = (
-    "Passes: the budget from which on the median over samples of KL(full ‖ evicted) stays below the threshold; lines "
-    "join the budgets measured, on both logarithms, and beyond them nothing is told but < and >. Its interval: the "
-    "budgets at which the median's own cannot tell the side.",
-    "By the mean: the same of the mean over samples, which one prompt can make: it has no interval worth reading.",
-    "Over {baseline}'s: each prompt's own budget over its own with {baseline}, the median over prompts; below 1 it "
-    "needs less. A prompt that passes beyond the budgets counts with all that its ratio can be, so that of the median "
-    "one end may be all that is known; … is an end that the budgets do not show.",
-)
-
-
-def conclusion(members: Sequence[Cliff], thresholds: Sequence[float], samples: int) -> str:
-    """Per threshold where the methods pass it, and what each needs of the first one's budget."""
-    return "\n".join(_concluded(members, place, threshold, samples) for place, threshold in enumerate(thresholds))
-
-
-def _concluded(members: Sequence[Cliff], place: int, threshold: float, samples: int) -> str:
-    where = ", ".join(f"{_at(one, one.crossings[place])} with {one.name}" for one in members)
-    said = f"the budget from which on median KL stays below {threshold:g} nat is {where}"
-    known = [(one.name, one.contests[place]) for one in members[1:] if not isnan(one.contests[place].ratio)]
-    needs = ", ".join(f"{name} {_ratio(found)}" for name, found in known)
-    of = f"; of {members[0].name}'s budget the median prompt needs with {needs}" if known else ""
-    return sentence(f"{said}{of} ({over(samples)})")
-
-
-def _at(one: Cliff, passed: Crossing, apart: str = " ") -> str:
-    """'0.12 [0.06, 0.2]'; '> 0.4 [0.2, >0.4]' where the largest budget measured does not do."""
-    beyond = {inf: one.budgets[-1], 0.0: one.budgets[0]}
-    sign = {inf: "> ", 0.0: "< "}.get(passed.value, "")
-    value = sign + _budget(one, beyond.get(passed.value, passed.value))
-    return value + text.ends(passed.interval, lambda end: _end(one, end), apart)
-
-
-def _budget(one: Cliff, value: float) -> str:
-    return f"{value:,.0f}" if isinstance(one.configs[0].budget.value, int) else f"{value:.2g}"
-
-
-def _end(one: Cliff, end: float) -> str:
-    """A budget; beyond those measured '<0.005' or '>0.4'."""
-    beyond = {inf: f">{_budget(one, one.budgets[-1])}", 0.0: f"<{_budget(one, one.budgets[0])}"}
-    return beyond.get(end) or _budget(one, end)
-
-
-def _ratio(found: Contest, apart: str = " ") -> str:
-    """'0.62 × [0.5, 0.8]'; between two ends where the budgets measured do not show the median."""
-    least, most = found.limits
-    shown = text.ends(found.interval, lambda end: f"{end:.2f}" if 0 < end < inf else "…", apart)
-    if not isnan(found.ratio):
-        return f"{found.ratio:.2f} ×{shown}"
-    between = {(True, True): f"{least:.2f} to {most:.2f}", (True, False): f"≥ {least:.2f}",
-               (False, True): f"≤ {most:.2f}", (False, False): "not told"}[least > 0, most < inf]  # fmt: skip
-    return between + (shown if between != "not told" else "")
-
-
-def tables(members: Sequence[Cliff], thresholds: Sequence[float]) -> list[Table | str]:
-    """A table per threshold, and one of all curves."""
-    return [*(_crossings(members, place, threshold) for place, threshold in enumerate(thresholds)), _curves(members)]
-
-
-def _crossings(members: Sequence[Cliff], place: int, threshold: float) -> Table:
-    columns = ["", "#passes at\nbudget", "#by the\nmean", "#held /\nfull", "#MB",
-               f"#over\n{folded(members[0].name, 14)}'s", "#told by\nprompts"]  # fmt: skip
-    rows = [[folded(one.name), *_passed(one, one.crossings[place]), *_compared(one, place)] for one in members]
-    return Table(f"KL of the next token stays below {threshold:g} nat from this budget on", columns, rows)
-
-
-def _passed(one: Cliff, passed: Crossing) -> list[str]:
-    held, size = (one.at(passed.value, quantity) for quantity in (one.held, one.held_bytes))
-    by_mean = Crossing(passed.threshold, passed.mean, None, passed.mean, 1)
-    mark = "*" if passed.passes > 1 else ""
-    return [mark + _at(one, passed, "\n"), _at(one, by_mean), f"{held:.2g}" if held == held else "–",
-            "–" if isnan(size) else f"{size / _MB:.3g}"]  # fmt: skip
-
-
-def _compared(one: Cliff, place: int) -> list[str]:
-    if not one.contests:
-        return ["1", ""]
-    found = one.contests[place]
-    return [_ratio(found, "\n"), f"{found.told} of {found.prompts}"]
-
-
-def _curves(members: Sequence[Cliff]) -> Table:
-    columns = ["", "#b", "#held /\nfull", "#KL, nat,\nmedian", "#mean"]
-    return Table("KL of the next token by budget", columns, [row for one in members for row in _rows(one)])
-
-
-def _rows(one: Cliff) -> Iterator[list[str]]:
-    for place, config in enumerate(one.configs):
-        median = text.significant(float(one.median[place]), text.at(one.median_interval, place))
-        held = "–" if isnan(one.held[place]) else f"{one.held[place]:.2g}"
-        name = folded(one.name) if place == 0 else ""
-        yield [name, str(config.budget), held, median.replace("\n", " "), text.significant(float(one.mean[place]))]
-
-
-def notes(members: Sequence[Cliff], samples: int, steps: int, floor: float) -> str:
-    """A line each on intervals, crossings, means, comparisons, curves that pass twice, and caches."""
-    again = any(one.passes > 1 for member in members for one in member.crossings)
-    lines = [
-        text.about_intervals(samples, medians=True),
-        _HOW[0],
-        _HOW[1],
-        *([_HOW[2].format(baseline=members[0].name)] if len(members) > 1 else []),
-        *(["* The curve passes more than once: the largest budget counts."] if again else []),
-        *([f"KL is each sample's mean over its steps, at most {steps}."] if steps > 1 else []),
-        *_unstaged(members, samples),
-        f"With everything kept KL is {floor:.0e} nat (median).",
-        text.about_held(share for one in members for share in one.held),
-    ]
-    return "\n".join(lines)
-
-
-def _unstaged(members: Sequence[Cliff], samples: int) -> Iterator[str]:
-    """Where the share α of so few entries is none, so that two stages are the second alone."""
-    for one in members:
-        empty = [(config.budget, int(count)) for config, count in zip(one.configs, one.unstaged, strict=True) if count]
-        if empty:
-            where = ", ".join(f"{budget} ({count} of {samples} prompts)" for budget, count in empty)
-            yield f"Stage 1 of {one.name} takes no entry, as α of so few is none, at b = {where}: stage 2 alone."
-
-
-THRESHOLDS = (0.1, 1.0)
-"""Nat."""
-LEAST_BUDGETS = 3
-
-
-@dataclass(frozen=True, repr=False)
+@record
 class Cliffs(Sequenced[Cliff], Result):
-    """Every method of a run; the first is what the others are held against.
+    """The cliffs of every method of a run; a sequence of them."""
 
-    Attributes:
-        members: one per method and setting.
-        thresholds: nat, rising.
-        kl_floor: median KL with everything kept, nat: rounding.
-        steps: decode steps over which each sample's KL is the mean.
-        identity: of the run.
-    """
+    SECTION = "cliff"
+    SHOWN = ("threshold", "budget", "cache_share", "megabytes", "over_first")
+    FIRST = "method"
 
-    members: tuple[Cliff, ...]
-    thresholds: tuple[float, ...]
-    kl_floor: float
-    steps: int
+    thresholds: tuple[float, ...] = column("rising", unit="nat")
+    steps: int = column("decode steps over which each sample's KL is the mean")
+    kl_floor: float = column("median KL with everything kept: rounding", unit="nat", key="kl_noise_floor")
+    members: tuple[Cliff, ...] = column("the first is what the others are compared with", key="methods")
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Per threshold the budgets at which the methods pass it."""
-        return conclusion(self.members, self.thresholds, self.identity.samples)
+        """Return per threshold where the methods pass it, and what each needs of the first one's budget."""
+        clauses = "; ".join(self._clause(index, threshold) for index, threshold in enumerate(self.thresholds))
+        return sentence(f"median KL of the next token stays {clauses} ({sample_note(self.identity.samples)})")
 
-    def tables(self) -> Sequence[Table | str]:
-        """Per threshold the crossings and how they compare; then all curves."""
-        return tables(self.members, self.thresholds)
+    def title(self) -> str:
+        """Return what stays below which thresholds."""
+        return "budget from which on median KL of the next token stays below a threshold"
 
-    def notes(self) -> str:
-        """What a crossing, its interval and a comparison are."""
-        return notes(self.members, self.identity.samples, self.steps, self.kl_floor)
+    def lines(self) -> Sequence[Line]:
+        """Return a line per threshold and method."""
+        return [
+            Line(one.name if len(self) > 1 else "", (one.crossings[index], self._ratio(one, index)))
+            for index in range(len(self.thresholds))
+            for one in self.members
+        ]
+
+    def caveats(self) -> Sequence[str]:
+        """Return where there is no stage 1, and which curves pass more than once."""
+        again = any(one.passes > 1 for member in self.members for one in member.crossings)
+        mark = ["* The curve passes more than once: the largest budget counts."] if again else []
+        return [*self._without_stage1(), *mark]
+
+    def details(self) -> Sequence[Part]:
+        """Return all curves, the crossings of means, and how both are made."""
+        lines = [Line(one.name if index == 0 else "", (row,))
+                 for one in self.members for index, row in enumerate(one.by_budget())]  # fmt: skip
+        means = [Line(one.name, (passed, self._ratio(one, index)))
+                 for one in self.members for index, passed in enumerate(one.crossings)]  # fmt: skip
+        return [
+            columns.table("KL of the next token", lines, ("budget", "cache_share", "median", "mean"), self.FIRST),
+            columns.table("crossings of the mean over samples", means, ("threshold", "mean_budget", "known"), "method"),
+            _METHOD,
+            *([f"KL is each sample's mean over its steps, at most {self.steps}."] if self.steps > 1 else []),
+            f"With everything kept KL is {self.kl_floor:.0e} nat (median).",
+            text.cache_share_note(share for one in self.members for share in one.cache_shares),
+        ]
+
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per method and budget: KL of the next token in nat, median and mean over samples, and what is held."""
+        """Return a row per method and budget: KL of the next token in nat, median and mean over samples, and caches."""
         return [
-            {"method": one.name, **columns_of(config), "held": float(one.held[place]),
-             "bytes": float(one.held_bytes[place]), "median_kl": float(one.median[place]),
-             "mean_kl": float(one.mean[place])}
-            for one in self.members for place, config in enumerate(one.configs)
+            {"method": one.name, **columns_of(config), "held": float(one.cache_shares[index]),
+             "bytes": float(one.cache_bytes[index]), "median_kl": float(one.median[index]),
+             "mean_kl": float(one.mean[index])}
+            for one in self.members for index, config in enumerate(one.configs)
         ]  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {
-                "thresholds": self.thresholds,
-                "steps": self.steps,
-                "kl_noise_floor": self.kl_floor,
-                "methods": [one.to_dict() for one in self.members],
-            }
+    def _clause(self, index: int, threshold: float) -> str:
+        where = ", ".join(f"{one.crossings[index].budget.removeprefix('*')} with {one.name}" for one in self.members)
+        first = self.members[0].name
+        ratios = [(one.name, one.ratios[index]) for one in self.members[1:]]
+        needs = [f"{name} needs {one.over_first} of {first}'s" for name, one in ratios if not isnan(one.ratio)]
+        return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
+
+    def _ratio(self, one: Cliff, index: int) -> CrossingRatio:
+        """Return a method's ratio; of the first method 1."""
+        samples = self.identity.samples
+        return (
+            one.ratios[index]
+            if one.ratios
+            else CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
         )
-        return document
+
+    def _without_stage1(self) -> list[str]:
+        """Return at which budgets the share α of the entries is none, so that two stages are the second alone."""
+        named = [
+            f"{one.name} b={config.budget} ({count} of {self.identity.samples} samples)"
+            for one in self.members
+            for config, count in zip(one.configs, one.unstaged, strict=True)
+            if count
+        ]
+        return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
 
 
 def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THRESHOLDS) -> Cliffs:
-    """Where does each method fall off its cliff? The budget from which on the next token's KL stays below a threshold.
+    """Find each method's cliff: the budget from which on the next token's KL stays below a threshold.
 
     KL(full ‖ evicted) is each sample's mean over its measured steps; the curve is the median over samples, joined by
     lines on both logarithms. Where it passes a threshold more than once the largest budget counts; beyond the budgets
-    measured nothing is told but on which side. Methods are compared prompt by prompt: the median of each one's ratio.
+    measured only the side is known. Methods are compared prompt by prompt: the median of each one's ratio.
 
     Args:
         trace: from `measure` or `read_trace`: three budgets or more, all entries or all shares.
         sides: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`), or several, the first of which
-            the others are held against; by default all that the trace holds.
+            the others are compared with; by default all that the trace holds.
         kl: thresholds in nat.
 
     Returns the methods as one result. Arrays of a `Cliff` are (budget,).
@@ -318,27 +255,30 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
 
     Example, of a `trace` of 5 budgets:
         >>> import perturbkv as pk
-        >>> found = pk.cliff(trace)
-        >>> [one.name for one in found], found[0].median.shape
+        >>> result = pk.cliff(trace)
+        >>> [one.name for one in result], result[0].median.shape
         (['attention', 'two-stage'], (5,))
     """
-    wanted = checked_thresholds(kl)
+    thresholds = checked_thresholds(kl)
     named = checked(trace, "", "" if sides is None else sides)
-    held = at_step(trace, ANALYSIS, 0)
-    found = dict.fromkeys(tuple(places) for side in ([None] if sides is None else named)
-                          for places in sweeps(held.run, side))  # fmt: skip
-    axes = [axis(held, places, ANALYSIS) for places in found]
+    measured = Measurements(trace, ANALYSIS, None)
+    run = measured.trace.run
+    curves = dict.fromkeys(tuple(indices) for side in ([None] if sides is None else named)
+                           for indices in sweeps(run, side))  # fmt: skip
+    axes = [axis(measured, indices) for indices in curves]
     _check_budgets(axes)
-    each = Criterion("kl", wanted[0]).each(held)
+    each = Criterion("kl", thresholds[0]).each(measured)
     names = pairing.curve_names([one.configs[0] for one in axes])
-    members = tuple(method_cliff(held, name, one, axes[0], each, wanted) for name, one in zip(names, axes, strict=True))
-    shown = [config for one in axes for config in one.configs]
-    floor = float(np.median(values(held, "logit_kl_noise_floor", ANALYSIS)))
-    return Cliffs(members, wanted, floor, held.run.steps, identity(held, shown))
+    members = tuple(
+        method_cliff(measured, name, one, axes[0], each, thresholds) for name, one in zip(names, axes, strict=True)
+    )
+    configs = [config for one in axes for config in one.configs]
+    floor = float(np.median(measured["logit_kl_noise_floor"]))
+    return Cliffs(thresholds, run.steps, floor, members, identity(measured.trace, configs))
 
 
 def checked_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
-    """Thresholds in nat, rising. Raises ConfigError for none, and for one that is not positive or there twice."""
+    """Return thresholds in nat, rising. Raises ConfigError for none, one that is not positive, or one twice."""
     for one in kl:
         check_number("--kl", one)
     if not kl or min(kl) <= 0 or len({*kl}) < len(kl):
@@ -348,6 +288,7 @@ def checked_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
 
 
 def _check_budgets(axes: Sequence[Axis]) -> None:
+    """Raise TraceError where a method has too few budgets for a curve."""
     for one in axes:
         if len(one.at) < LEAST_BUDGETS:
             got = ", ".join(f"{config.budget}" for config in one.configs)

@@ -1,340 +1,351 @@
-"""Whether it is better to evict or to quantise, at equal bytes.
-
-Configurations of equal bytes: what evicting alone loses, and what more entries in fewer bits do.
-"""
+"""Eviction against quantisation at equal bytes: fewer entries in 16 bits, or more of them in fewer bits."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses import text
+from perturbkv.analyses import columns, text
+from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Floats, at_step, byte_shares, held_shares, scores, values
-from perturbkv.analyses.outcomes import Divergence, divergence
-from perturbkv.analyses.pairing import common, short_names
-from perturbkv.analyses.quality.score_columns import Mean
-from perturbkv.analyses.quality.score_tables import points
+from perturbkv.analyses.measurements import Floats, Measurements, byte_shares, scores
+from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain, ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, share_of
-from perturbkv.analyses.text import Words, compared, decided, extremes, over, sentence, tally_verdicts
+from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Scalar, share_of
+from perturbkv.analyses.text import Case, Words, comparison, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "bytes"
 
 
-@dataclass(frozen=True)
-class Row:
+def _hundredfold(value: float, ends: Scalar = None) -> str:
+    """Return a score, or a difference of two, in points of 100."""
+    return text.fixed(100 * value, 1) + text.ends(ends, lambda end: text.fixed(100 * end, 1), " ")
+
+
+@record
+class Row(Record):
     """One configuration.
 
     Attributes:
-        config: which.
-        held: entries of its cache over those of the full one, mean over samples.
-        stored: its bytes over those of the full cache in 16 bits, likewise.
         evicts: whether anything goes, in any sample.
-        moved: propagated L1 of the last layer's heads over their full outputs' norms, mean over samples.
-        over: the same over that of evicting alone at the same bytes; None of a row that has no such.
-        kl: of the next token, median over samples.
-        score: of its answers, in [0, 1]; None where there are none.
-        gain: score minus that of evicting alone at the same bytes, sample by sample; None without either.
     """
 
-    config: EvictionConfig
-    held: float
-    stored: float
-    evicts: bool
-    moved: Mean
-    over: Mean | None
-    kl: Divergence
-    score: Mean | None
-    gain: Mean | None
+    SECTION = "bytes row"
 
-    @property
+    config: EvictionConfig = column("the configuration")
+    cache_share: float = column(
+        "entries over those of the full cache, mean over samples", key="held", heading="#cache\nshare"
+    )
+    byte_share: float = column(
+        "bytes over those of the full cache in 16 bits, window, scales and minima counted", key="bytes",
+        heading="#bytes /\nfull",
+    )  # fmt: skip
+    evicts: bool
+    perturbation: float = column(
+        "propagated L1 of the last layer's heads over ‖o‖₁, mean over samples", key="moved",
+        heading="#last layer's\nperturbation", text=text.significant,
+    )  # fmt: skip
+    perturbation_interval: Scalar = column("over samples", key="moved_interval")
+    ratio: float | None = column(
+        "perturbation over that of evicting alone at the same bytes, ratio of both means; null where there is none",
+        key="over",
+    )  # fmt: skip
+    ratio_interval: Scalar = column("over samples", key="over_interval")
+    kl_median: float = column(
+        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL of the next\ntoken, nat",
+        text=text.significant,
+    )  # fmt: skip
+    kl_median_interval: Scalar = interval()
+    score: float | None = column(
+        "of its answers, 0 to 1; null without answers", heading="#score\n× 100", text=_hundredfold
+    )
+    score_interval: Scalar = interval()
+    gain: float | None = column(
+        "`score` less that of evicting alone, sample by sample; null without either"
+    )  # fmt: skip
+    gain_interval: Scalar = interval()
+
+    @derived(heading="#bits")
+    def bits(self) -> int:
+        """Bits of a stored number: 16, 8, 4 or 2."""
+        return self.config.bits
+
+    @derived()
     def kind(self) -> str:
-        """What was done to the cache: `evicted`, `quantised`, or `both`."""
+        """Compression of the cache: evicted, quantised, or both."""
         if not self.config.quantised:
             return "evicted"
         return "both" if self.evicts else "quantised"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        told = {"moved": self.moved, "over": self.over, "score": self.score, "gain": self.gain}
-        return {
-            "config": self.config,
-            "bits": self.config.bits,
-            "kind": self.kind,
-            "held": self.held,
-            "bytes": self.stored,
-            **{name: None if one is None else one.value for name, one in told.items()},
-            **{f"{name}_interval": None if one is None else one.interval for name, one in told.items()},
-            "kl_median": self.kl.median,
-            "kl_median_interval": self.kl.interval,
-        }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Configurations of equal bytes that differ in bits alone, evicting alone in 16 bits first."""
-
-    rows: tuple[Row, ...]
+    @derived(heading="#over evicting\nalone", json=False)
+    def over_evicting(self) -> float | None:
+        """Last layer's propagated perturbation over that of evicting alone at the same bytes, ratio of both means."""
+        return self.ratio if self.config.quantised else None
 
     @property
+    def over_evicting_interval(self) -> Scalar:
+        """Interval of that ratio."""
+        return self.ratio_interval
+
+    @derived(heading="#score, less\nevicting's", json=False, text=_hundredfold)
+    def gain_over_evicting(self) -> float | None:
+        """Score × 100 less that of evicting alone at the same bytes, sample by sample."""
+        return self.gain if self.config.quantised else None
+
+    @property
+    def gain_over_evicting_interval(self) -> Scalar:
+        """Interval of that difference."""
+        return self.gain_interval
+
+
+@record
+class Setting(Record):
+    """Configurations of equal bytes that differ in bits alone, evicting alone in 16 bits first."""
+
+    SECTION = "bytes setting"
+
+    rows: tuple[Row, ...] = column("of the same bytes: the baseline, then fewer bits and more entries")
+
+    @derived()
     def baseline(self) -> EvictionConfig:
-        """What evicts alone."""
+        """Evicting alone, in 16 bits."""
         return self.rows[0].config
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is read of a trace: (sample, config) each, scores None where answers were not generated."""
+class Rows:
+    """Rows of a trace's configurations. Raises TraceError where the trace lacks a measurement.
 
-    moved: Floats
-    scores: Floats | None
-    held: Floats
-    stored: Floats
-    evicts: Floats
-    kl: tuple[Divergence, ...]
-    configs: tuple[EvictionConfig, ...]
+    Attributes:
+        configs: of the trace.
+        evicts: (config,) above 0 where anything goes, in any sample.
+        scores: of answers; None where there are none.
+    """
 
-    @classmethod
-    def of(cls, trace: Trace, step: int) -> Measured:
-        """Raises TraceError where the trace lacks something."""
-        moved = values(trace, "perturbation_propagated", ANALYSIS, step)[:, :, -1].sum(axis=-1)
-        whole = values(trace, "output_norm", ANALYSIS, step)[:, -1].sum(axis=-1)
-        return cls(
-            moved=moved / whole[:, None],
-            scores=scores(trace, ANALYSIS).evicted if "score_full" in trace.arrays else None,
-            held=held_shares(trace, ANALYSIS),
-            stored=byte_shares(trace, ANALYSIS),
-            evicts=values(trace, "evicted", ANALYSIS).max(axis=0),
-            kl=tuple(divergence(trace, ANALYSIS, config, step) for config in trace.run.configs),
-            configs=trace.run.configs,
-        )
+    def __init__(self, measured: Measurements) -> None:
+        self.configs = measured.trace.run.configs
+        perturbation = measured["perturbation_propagated"][:, :, -1].sum(axis=-1)
+        norms = measured["output_norm"][:, -1].sum(axis=-1)
+        self._perturbation: Floats = perturbation / norms[:, None]
+        self._cache_shares, self._byte_shares = measured.cache_shares, byte_shares(measured.trace, ANALYSIS)
+        self._kl = measured["logit_kl"]
+        self.evicts: Floats = measured["evicted"].max(axis=0)
+        self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
 
-    def row(self, place: int, base: int | None = None) -> Row:
-        """One configuration, held against the one that evicts alone at the same bytes."""
+    def row(self, index: int, base: int | None = None) -> Row:
+        """Return one configuration, compared with the one that evicts alone at the same bytes."""
+        own, kl = self._perturbation[:, index], self._kl[:, [index]]
+        over, over_interval = (None, None) if base is None else self._ratio(index, base)
+        score = gain = None
+        if self.scores is not None:
+            score = self.scores.evicted[:, index]
+            gain = None if base is None else score - self.scores.evicted[:, base]
         return Row(
-            config=self.configs[place],
-            held=float(self.held[place]),
-            stored=float(self.stored[place]),
-            evicts=bool(self.evicts[place]),
-            moved=Mean(float(self.moved[:, place].mean()), intervals.of_mean(self.moved[:, place], POSITIVE)),
-            over=None if base is None else self._over(place, base),
-            kl=self.kl[place],
-            score=None if self.scores is None else _mean(self.scores[:, place], share_of(0)),
-            gain=None
-            if self.scores is None or base is None
-            else _mean(self.scores[:, place] - self.scores[:, base], DIFFERENCE),
+            config=self.configs[index],
+            cache_share=float(self._cache_shares[index]),
+            byte_share=float(self._byte_shares[index]),
+            evicts=bool(self.evicts[index]),
+            perturbation=float(own.mean()),
+            perturbation_interval=intervals.of_mean(own, POSITIVE),
+            ratio=over,
+            ratio_interval=over_interval,
+            kl_median=float(np.median(kl)),
+            kl_median_interval=text.interval_at(intervals.of_medians(kl), 0),
+            score=None if score is None else float(score.mean()),
+            score_interval=None if score is None else intervals.of_mean(score, share_of(0)),
+            gain=None if gain is None else float(gain.mean()),
+            gain_interval=None if gain is None else intervals.of_mean(gain, DIFFERENCE),
         )
 
-    def _over(self, place: int, base: int) -> Mean:
-        first, second = self.moved[:, base], self.moved[:, place]
-        interval = intervals.scalar(
-            lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
-        )
-        return Mean(float(ratio(second.sum(), first.sum())), interval)
+    def _ratio(self, index: int, base: int) -> tuple[float, Scalar]:
+        first, second = self._perturbation[:, base], self._perturbation[:, index]
+
+        def over(weights: Floats) -> Floats:
+            return np.asarray(ratio(weights @ second, weights @ first))
+
+        return float(ratio(second.sum(), first.sum())), intervals.scalar(over, len(first), RATIO)
 
 
-def _mean(each: Floats, kind: intervals.Kind) -> Mean:
-    return Mean(float(each.mean()), intervals.of_mean(each, kind))
-
-
-def settings(found: Measured) -> tuple[Setting, ...]:
-    """Every setting, by budget as the run has them; none at a budget that holds everything in 16 bits already.
+def settings(rows: Rows) -> tuple[Setting, ...]:
+    """Return every setting, by budget as the run has them; none at a budget that holds everything in 16 bits already.
 
     Raises TraceError where there is none.
     """
-    alone = [place for place, config in enumerate(found.configs) if not config.quantised and found.evicts[place]]
-    made = [_setting(found, place) for place in alone]
+    alone = [index for index, config in enumerate(rows.configs) if not config.quantised and rows.evicts[index]]
+    made = [_setting(rows, index) for index in alone]
     several = tuple(one for one in made if len(one.rows) > 1)
     if not several:
-        held = ", ".join(dict.fromkeys(str(config.precision) for config in found.configs))
+        precisions = ", ".join(dict.fromkeys(str(config.precision) for config in rows.configs))
         msg = (
             f"{ANALYSIS} needs a configuration in 16 bits that evicts something and one like it in quantise(bits=…, "
-            f"fill=…), whose budget counts bytes; got a trace of {held}; perturbkv bytes makes one"
+            f"fill=…), whose budget counts bytes; got a trace of {precisions}; perturbkv budget --bytes makes one"
         )
         raise TraceError(msg)
     return several
 
 
-def _setting(found: Measured, base: int) -> Setting:
-    alike = [place for place, one in enumerate(found.configs) if _fills(one) and _whole(one) == found.configs[base]]
-    ordered = sorted(alike, key=lambda place: -found.configs[place].bits)
-    return Setting((found.row(base, base), *(found.row(place, base) for place in ordered)))
+def _setting(rows: Rows, base: int) -> Setting:
+    alike = [
+        index
+        for index, config in enumerate(rows.configs)
+        if _counts_bytes(config) and _in_16_bits(config) == rows.configs[base]
+    ]
+    ordered = sorted(alike, key=lambda index: -rows.configs[index].bits)
+    return Setting((rows.row(base, base), *(rows.row(index, base) for index in ordered)))
 
 
-def _fills(config: EvictionConfig) -> bool:
-    """Whether its budget counts bytes, and its entries are of few bits."""
+def _counts_bytes(config: EvictionConfig) -> bool:
+    """Return whether a budget counts bytes, and its entries are of few bits."""
     return bool(config.precision.options.get("fill"))
 
 
-def _whole(config: EvictionConfig) -> EvictionConfig:
-    """The same in 16 bits."""
+def _in_16_bits(config: EvictionConfig) -> EvictionConfig:
     return dataclasses.replace(config, precision=Choice(FULL))
 
 
-def apart(found: Measured, shown: Sequence[Setting]) -> tuple[Row, ...]:
-    """What keeps everything in few bits, beside the settings: quantisation alone."""
-    there = {row.config for one in shown for row in one.rows}
-    places = [
-        place
-        for place, config in enumerate(found.configs)
-        if config.quantised and not _fills(config) and config not in there and not found.evicts[place]
+def kept_whole(rows: Rows, compared: Sequence[Setting]) -> tuple[Row, ...]:
+    """Return what keeps everything in few bits, outside the settings: quantisation alone."""
+    there = {row.config for one in compared for row in one.rows}
+    indices = [
+        index
+        for index, config in enumerate(rows.configs)
+        if config.quantised and not _counts_bytes(config) and config not in there and not rows.evicts[index]
     ]
-    return tuple(found.row(place) for place in sorted(places, key=lambda place: -found.configs[place].bits))
+    return tuple(rows.row(index) for index in sorted(indices, key=lambda index: -rows.configs[index].bits))
 
 
-_NAMED = ("b", "#bits", "#held /\nfull", "#bytes /\nfull")
-_HEADS = (*_NAMED, "#last layer's\nperturbation", "#over evicting\nalone", "#KL of the next\ntoken (nat)")
-_SCORES = (*_NAMED, "#score × 100", "#minus evicting\nalone")
-_ALL = "everything kept, in few bits"
-
-
-@dataclass(frozen=True, repr=False)
+@record
 class EqualBytes(Result):
     """Every setting of a trace: one budget of bytes, filled with entries of 16, 8, 4 or 2 bits.
 
     Attributes:
-        settings: one by one, evicting alone first in each.
-        everything: rows that keep everything in few bits, beside the settings.
-        full: score of the full cache's answers; None where there are none.
-        others: configurations of the trace that are in no setting and do not keep everything.
-        step: decode step looked at.
-        identity: of the run.
+        step: decode step of perturbation and KL.
     """
 
-    settings: tuple[Setting, ...]
-    everything: tuple[Row, ...]
-    full: Mean | None
-    others: tuple[EvictionConfig, ...]
+    SECTION = "bytes"
+    SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
+
+    settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
+    everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")
+    full_score: float | None = column("of the full cache's answers, 0 to 1; null without answers")
+    full_score_interval: Scalar = interval()
+    others: tuple[EvictionConfig, ...] = column(
+        "in few bits, but neither of a budget in bytes nor of everything", key="left_out"
+    )
     step: int
     identity: RunIdentity
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All of them."""
+        """All rows."""
         return (*(row for one in self.settings for row in one.rows), *self.everything)
 
     def conclusion(self) -> str:
-        """Of each number of bits whether more entries in it perturb less than fewer in 16, and what answers say."""
-        bits = sorted({row.config.bits for one in self.settings for row in one.rows[1:]}, reverse=True)
-        said = [compared(f"storing {count} bits", "evicting alone", self._cases(count)) for count in bits]
-        told = f"within a budget of bytes, {'; '.join(said)} (last layer, {over(self.identity.samples)})"
-        return sentence("; ".join(filter(None, [told, self._answered(bits)])))
+        """Return per number of bits whether more entries in it perturb less than fewer in 16, and what answers show."""
+        bits = sorted({row.bits for one in self.settings for row in one.rows[1:]}, reverse=True)
+        clauses = [comparison(f"storing {count} bits", "evicting alone", self._cases(count)) for count in bits]
+        answers = filter(None, map(self._answers, bits))
+        perturbed = f"at equal bytes {'; '.join(clauses)} (last layer, {sample_note(self.identity.samples)})"
+        return sentence("; ".join([perturbed, *answers]))
 
-    def _cases(self, bits: int) -> list[tuple[str, float, intervals.Scalar]]:
-        found = [(one, row) for one in self.settings for row in one.rows if row.config.bits == bits]
-        names = short_names([one.baseline for one, _ in found])
+    def title(self) -> str:
+        """Return what is compared, and what the full cache scores."""
+        full = self.full_score
+        scored = "" if full is None else f"; the full cache scores {_hundredfold(full, self.full_score_interval)}"
+        return f"one budget of bytes, in entries of 16 bits or more entries of fewer bits{scored}"
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per configuration, those of one budget together, then what keeps everything."""
+        names = short_names([one.baseline for one in self.settings])
+        compared = [
+            Line(name if index == 0 else "", (row,))
+            for name, one in zip(names, self.settings, strict=True)
+            for index, row in enumerate(one.rows)
+        ]
+        return [*compared, *(Line("" if index else "everything kept", (row,))
+                             for index, row in enumerate(self.everything))]  # fmt: skip
+
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, medians=True)
+
+    def caveats(self) -> Sequence[str]:
+        """Return which numbers of bits do not use a budget up, so that bytes are not equal there."""
+        bits = {row.bits for one in self.settings for row in one.rows[1:] if not row.evicts}
+        counts = ", ".join(str(count) for count in sorted(bits, reverse=True))
+        return [f"Where {counts} bits hold everything they take less than the budget."] if bits else []
+
+    def details(self) -> Sequence[Part]:
+        """Return perturbation and scores of every row, the step, and what was left out."""
+        left = ", ".join(config.label() for config in self.others)
         return [
-            (name, row.over.value, row.over.interval)
-            for name, (_, row) in zip(names, found, strict=True)
-            if row.over is not None
+            columns.table("each by itself", self.lines(), ("bits", "perturbation", "score"), self.FIRST),
+            f"Perturbation and KL are of step {self.step}, where an answer need not be lost; differences of scores are "
+            "of the same samples.",
+            text.cache_share_note([row.cache_share for row in self.rows]),
+            *([f"Left out, as no configuration in 16 bits has their bytes: {left}."] if left else []),
         ]
 
-    def _answered(self, bits: Sequence[int]) -> str:
-        """What the answers' scores say, of each number of bits; empty without answers."""
-        return "; ".join(filter(None, map(self._gained, bits)))
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row per configuration: bits, kind, `held` and `bytes` over the full cache's, and its means.
 
-    def _gained(self, bits: int) -> str:
-        rows = [row for one in self.settings for row in one.rows if row.config.bits == bits]
-        gains = [(row, row.gain) for row in rows if row.gain is not None]
-        if not gains:
+        `moved` is the last layer's perturbation over the norms, `over` the same over that of evicting alone; scores in
+        [0, 1], NaN where there is none.
+        """
+        return [
+            {
+                **columns_of(row.config),
+                "bits": row.bits,
+                "kind": row.kind,
+                "held": row.cache_share,
+                "bytes": row.byte_share,
+                "moved": row.perturbation,
+                "kl": row.kl_median,
+                **{name: float("nan") if value is None else value
+                   for name, value in (("over", row.ratio), ("score", row.score), ("gain", row.gain))},
+            }
+            for row in self.rows
+        ]  # fmt: skip
+
+    def _cases(self, bits: int) -> list[Case]:
+        rows = [(one, row) for one in self.settings for row in one.rows if row.bits == bits]
+        names = short_names([one.baseline for one, _ in rows])
+        return [
+            Case(name, row.ratio, row.ratio_interval)
+            for name, (_, row) in zip(names, rows, strict=True)
+            if row.ratio is not None
+        ]
+
+    def _answers(self, bits: int) -> str:
+        """Return what the answers' scores show of a number of bits; empty without answers."""
+        rows = [row for one in self.settings for row in one.rows if row.bits == bits and row.gain is not None]
+        if not rows:
             return ""
         words: Words = {
             1: (f"answers from {bits} bits score higher", "higher"),
             -1: (f"answers from {bits} bits score lower", "lower"),
             0: (f"whether answers from {bits} bits score higher is undecided", "undecided"),
         }
-        names = short_names([row.config for row, _ in gains])
-        told = extremes([(name, gain.value, points(gain)) for name, (_, gain) in zip(names, gains, strict=True)])
-        verdicts = tally_verdicts([decided(gain.interval, 0) for _, gain in gains], words, "case")
-        return f"{verdicts}, by {told} points of 100"
-
-    def tables(self) -> list[Table | str]:
-        """What shares everything but budget and bits, then what keeps everything: perturbation, and then scores."""
-        found: dict[str, list[Row]] = {}
-        for one in self.settings:
-            found.setdefault(common([one.baseline], "budget"), []).extend(one.rows)
-        found |= {_ALL: list(self.everything)} if self.everything else {}
-        made: list[Table | str] = [Table(name, _HEADS, [_moved(row) for row in rows]) for name, rows in found.items()]
-        if self.full is None:
-            return made
-        made.append(f"the full cache's answers score {points(self.full)}")
-        return [*made, *(Table(f"{name}: answers", _SCORES, [_scored(row) for row in rows])
-                         for name, rows in found.items())]  # fmt: skip
-
-    def stored(self) -> list[Table]:
-        """Nothing more: bytes stand in its tables."""
-        return []
-
-    def notes(self) -> str:
-        """What rows and columns mean."""
-        left = ", ".join(config.label() for config in self.others)
-        return (
-            f"{text.about_intervals(self.identity.samples, medians=True)} b: what the cache may take, as entries of "
-            "16 bits; in fewer bits more entries take it. bytes / full: of the cache in 16 bits, window, scales and "
-            "minima counted. Perturbation: propagated L1 of the last layer's heads over ‖o‖₁; over evicting alone: the "
-            "ratio of both means. KL: median over samples. Both are of one step, where an answer need not be lost: "
-            f"step {self.step}. Score differences are of the same prompts. {self._unfilled()}"
-            f"{text.about_held([row.held for row in self.rows])}"
-            f"{f' Left out, as their bytes are none of a budget at which 16 bits evict: {left}.' if left else ''}"
-        )
-
-    def _unfilled(self) -> str:
-        """Which numbers of bits do not use a budget up, as everything fits into less: bytes are not equal there."""
-        bits = {row.config.bits for one in self.settings for row in one.rows[1:] if not row.evicts}
-        told = ", ".join(str(count) for count in sorted(bits, reverse=True))
-        return f"Where {told} bits hold everything they take less than b (bytes / full). " if bits else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain({
-            "settings": [
-                {"baseline": one.baseline, "rows": [row.to_dict() for row in one.rows]} for one in self.settings
-            ],
-            "everything": [row.to_dict() for row in self.everything],
-            "full_score": None if self.full is None else self.full.value,
-            "full_score_interval": None if self.full is None else self.full.interval,
-            "left_out": self.others,
-        })  # fmt: skip
-        return found
-
-    def records(self) -> list[dict[str, Any]]:
-        """A row per configuration: bits, kind, `held` and `bytes` over the full cache's, and its means.
-
-        `moved` is the last layer's perturbation over the norms, `over` the same over that of evicting alone; scores in
-        [0, 1], NaN where there is nothing to say.
-        """
-        return [
-            {
-                **columns_of(row.config),
-                "bits": row.config.bits,
-                "kind": row.kind,
-                "held": row.held,
-                "bytes": row.stored,
-                "moved": row.moved.value,
-                "kl": row.kl.median,
-                **{name: float("nan") if one is None else one.value
-                   for name, one in (("over", row.over), ("score", row.score), ("gain", row.gain))},
-            }
-            for row in self.rows
-        ]  # fmt: skip
+        names = short_names([row.config for row in rows])
+        gains = [(name, row.gain or 0.0, _hundredfold(row.gain or 0.0, row.gain_interval))
+                 for name, row in zip(names, rows, strict=True)]  # fmt: skip
+        verdicts = tally([interval_verdict(row.gain_interval, 0) for row in rows], words, "case")
+        return f"{verdicts}, by {extremes(gains)} points of 100"
 
 
 def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
-    """At equal bytes, is it better to keep fewer entries in 16 bits, or more of them in 8, 4 or 2?.
+    """Compare fewer entries in 16 bits with more of them in 8, 4 or 2, at equal bytes.
 
     Compared is the propagated L1 of the last layer's heads, the next token's KL, and the answers' scores where there
     are any, of configurations whose budget counts bytes (`quantise(bits=4, fill=64)`) with the one in 16 bits that is
@@ -352,39 +363,18 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
         >>> [row.config.bits for row in pk.equal_bytes(trace).settings[0].rows]
         [16, 4, 2]
     """
-    there = at_step(trace, ANALYSIS, step)
-    found = Measured.of(there, step)
-    shown = settings(found)
-    everything = apart(found, shown)
-    configs = [row.config for one in shown for row in one.rows] + [row.config for row in everything]
-    whole = None if found.scores is None else scores(there, ANALYSIS).full
+    measured = Measurements(trace, ANALYSIS, step)
+    rows = Rows(measured)
+    compared = settings(rows)
+    everything = kept_whole(rows, compared)
+    configs = [row.config for one in compared for row in one.rows] + [row.config for row in everything]
+    full = None if rows.scores is None else rows.scores.full
     return EqualBytes(
-        settings=shown,
+        settings=compared,
         everything=everything,
-        full=None if whole is None else Mean(float(whole.mean()), intervals.of_mean(whole, share_of(0))),
+        full_score=None if full is None else float(full.mean()),
+        full_score_interval=None if full is None else intervals.of_mean(full, share_of(0)),
         others=tuple(config for config in trace.run.configs if config not in configs),
         step=step,
         identity=identity(trace, configs, step),
     )
-
-
-def _named(row: Row) -> list[str]:
-    """Budget, bits, and what they hold."""
-    budget = str(row.config.budget) if row.over is not None else "all"
-    return [budget, str(row.config.bits), text.held(row.held), text.held(row.stored)]
-
-
-def _moved(row: Row) -> list[str]:
-    compared = row.over is not None and row.config.quantised
-    over = text.decimal(row.over.value, row.over.interval, apart="\n") if row.over and compared else "1"
-    return [
-        *_named(row),
-        text.significant(row.moved.value, row.moved.interval),
-        over if row.over else "",
-        text.significant(row.kl.median, row.kl.interval),
-    ]
-
-
-def _scored(row: Row) -> list[str]:
-    gain = "" if row.gain is None or not row.config.quantised else points(row.gain)
-    return [*_named(row), "" if row.score is None else points(row.score), gain]

@@ -1,269 +1,287 @@
-"""How small may a budget be? The smallest at which perturbation or score keep to a limit, and the bytes it saves.
-
-How safe budgets are told: in a sentence, in a table per criterion, in the notes beneath.
-"""
+"""Safe budgets: the smallest at which perturbation or score keep to a limit, and the bytes that they save."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isinf
 from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses import measurements, pairing, text
-from perturbkv.analyses.budget.budget_axis import axis
+from perturbkv.analyses import columns, measurements, pairing, text
+from perturbkv.analyses.budget.budget_axis import above_full, axis
 from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
     FEW,
     NONE,
     SAFE,
-    CacheSize,
     Criterion,
-    SafeBudget,
-    Tested,
+    TestedBudget,
     Verdict,
-    cache_size,
-    check_size,
     criteria,
     verdict,
     worst,
 )
+from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import at_step, only_alike
-from perturbkv.analyses.pairing import Sides, checked, counted, folded, sweeps
+from perturbkv.analyses.measurements import Measurements, only_alike
+from perturbkv.analyses.pairing import Sides, checked, counted, sweeps
 from perturbkv.analyses.result import Result, Sequenced
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import LEAST
-from perturbkv.analyses.text import capital
-from perturbkv.display import Table
+from perturbkv.analyses.text import sentence
+from perturbkv.configs.entry_counts import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.option import check_number
+from perturbkv.display import Part
+from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
-_WHAT = {"kl": "mean KL", "drop": "mean drop of the score", "top1": "mean share of the same token"}
-_UNITS = {"kl": " nat", "drop": " points", "top1": ""}
 _GIB = 2**30
-_HOW = (
-    "Bounds: one-sided, 95 %{assumed}. Budgets are tested from the largest down, up to the first that fails, so that "
-    "each selection's verdict errs no more often than one bound does; verdicts on several selections are not corrected "
-    "for their number. None: the mean itself exceeds the limit, so that more samples like these would not do."
+_ORDER = (
+    "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs no "
+    "more often than one bound does; verdicts on several selections are not corrected for their number."
 )
 _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal. It holds a lognormal's mean in 95 % of simulated "
-    "draws of 8 to 40 samples, but only in 74 to 90 % where one prompt in ten carries the mean. Above limit: the share "
-    "of prompts whose own KL exceeds the limit, exact 95 % bound.",
+    "draws of 8 to 40 samples, but only in 74 to 90 % where one sample in ten carries the mean.",
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
-_STEPS = (
-    "KL and same token: of the decoding steps that were measured (--steps), after which an answer can be lost all the "
-    "same; --max-drop limits whole answers."
-)
-
-
-def said(criterion: Criterion) -> str:
-    """'mean KL ≤ 0.1 nat': the limit in words."""
-    sign = "≥" if criterion.least else "≤"
-    return f"{_WHAT[criterion.name]} {sign} {_value(criterion, criterion.limit)}{_UNITS[criterion.name]}"
-
-
-def conclusion(curves: Sequence[SafeBudget], samples: int) -> str:
-    """Who has a safe budget, who has none, of whom it cannot be told: a sentence each."""
-    limits = " and ".join(said(one.criterion) for one in curves[0].verdicts)
-    safe = [f"{one.name} {one.safe.config.budget}" for one in curves if one.safe is not None]
-    found = ", ".join(safe) or _of_none(curves)
-    told = [f"Smallest budget with {limits} (95 % bounds{_assumed(curves)}, {counted(samples, 'sample')}): {found}."]
-    told += [capital(_missing(one, samples), one.name) for one in curves if one.safe is None]
-    return "\n".join(told)
-
-
-def _of_none(curves: Sequence[SafeBudget]) -> str:
-    """What is told where no selection has a safe budget."""
-    none = sum(one.state == NONE for one in curves)
-    if none == len(curves):
-        return "none of those measured"
-    return f"none for {none}, cannot be told for {len(curves) - none}" if none else "cannot be told"
-
-
-def _assumed(curves: Sequence[SafeBudget]) -> str:
-    """What the level of a bound takes for granted."""
-    return ", of KL if it is lognormal" if any(told.criterion.name == "kl" for told in curves[0].verdicts) else ""
-
-
-def _missing(one: SafeBudget, samples: int) -> str:
-    """Why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
-    worst = next(told for state in (NONE, FEW) for told in one.verdicts if told.state == state)
-    largest = worst.budgets[0]
-    where = f"at {largest.config.budget}, the largest measured, its {_WHAT[worst.criterion.name]} is"
-    mean, bound = (_value(worst.criterion, value) for value in (largest.mean, largest.bound))
-    if worst.state == NONE:
-        return f"{one.name} has none: {where} {mean}{_UNITS[worst.criterion.name]}."
-    may = "has no bound yet" if isinf(largest.bound) else f"may be {bound}"
-    return f"{one.name} cannot be told: {where} {mean} and {may}; {_enough(worst, samples)}."
-
-
-def _enough(told: Verdict, samples: int) -> str:
-    if told.samples_for is not None:
-        return f"{told.samples_for:,} samples like these would do"
-    if samples < LEAST:
-        return f"no bound is given of fewer than {LEAST} samples"
-    return "more samples are needed, from these it cannot be told how many"
-
-
-def tables(curves: Sequence[SafeBudget], size: CacheSize | None, dtype: str) -> list[Table | str]:
-    """A table per criterion, and where they were asked for the bytes."""
-    made = [_of_criterion(curves, place) for place in range(len(curves[0].verdicts))]
-    return [*made, *([] if size is None else [_of_bytes(curves, size, dtype)])]
-
-
-def _of_criterion(curves: Sequence[SafeBudget], place: int) -> Table:
-    """Of every selection its smallest safe budget, and at which it fails."""
-    criterion = curves[0].verdicts[place].criterion
-    above = ["#above\nlimit"] if criterion.name == "kl" else []
-    columns = ["selection", "#smallest\nbudget", "#held /\nfull", "#mean", "#bound", *above, "fails at"]
-    rows = [[folded(one.name), *_row(one.verdicts[place])] for one in curves]
-    return Table(said(criterion), columns, rows)
-
-
-def _row(told: Verdict) -> list[str]:
-    columns = 5 if told.criterion.name == "kl" else 4
-    shown = ["–"] * columns if told.safe is None else [
-        str(told.safe.config.budget), text.held(told.safe.held),
-        *(_value(told.criterion, value) for value in (told.safe.mean, told.safe.bound)),
-        *([] if told.safe.above is None else [f"≤ {100 * told.safe.above:.0f} %"]),
-    ]  # fmt: skip
-    return [*shown, _failure(told, told.failed)]
-
-
-def _failure(told: Verdict, failed: Tested | None) -> str:
-    """'0.2: mean 0.12', or '0.2: mean 0.08, bound 0.14; n = 75 would do'."""
-    if failed is None:
-        return "none: it holds at each"
-    where = f"{failed.config.budget}: mean {_value(told.criterion, failed.mean)}"
-    if not told.criterion.keeps(failed.mean):
-        return where
-    if isinf(failed.bound):
-        return f"{where};\nn ≥ {LEAST} has a bound"
-    enough = "n unknown" if told.samples_for is None else f"n = {told.samples_for:,} would do"
-    return f"{where}, bound {_value(told.criterion, failed.bound)};\n{enough}"
-
-
-def _of_bytes(curves: Sequence[SafeBudget], size: CacheSize, dtype: str) -> Table:
-    """What the caches take at the length and the batch asked for."""
-    title = f"caches of {size.length:,} entries × {size.batch:,} in {dtype}: full {_gib(size.full)}"
-    rows = []
-    for one in curves:
-        taken = _taken(one, size)
-        rows.append([folded(one.name), *(["–"] * 4 if one.safe is None else [
-            str(one.safe.config.budget), _gib(taken), _gib(size.full - taken), text.percent(1 - taken / size.full),
-        ])])  # fmt: skip
-    return Table(title, ["selection", "#smallest\nbudget", "#evicted", "#saved", "#of full"], rows)
-
-
-def _taken(one: SafeBudget, size: CacheSize) -> float:
-    """Bytes at the smallest safe budget; NaN where there is none."""
-    return float("nan") if one.safe is None else size.evicted(one.safe.config, one.safe.held)
-
-
-def _gib(taken: float) -> str:
-    return f"{taken / _GIB:.3g} GiB".replace("-", "−")
-
-
-def _value(criterion: Criterion, value: float) -> str:
-    if isinf(value):
-        return "∞"
-    if criterion.name == "drop":
-        return f"{100 * value:.3g}".replace("-", "−")
-    return f"{value:.3g}" if criterion.name == "kl" else f"{value:.4g}"
-
-
-def notes(curves: Sequence[SafeBudget], size: CacheSize | None, samples: int) -> str:
-    """A line each on the bounds, the order of the tests, and what caches hold."""
-    few = f"{samples} samples without any loss leave room for {_room(samples):.3g} points"
-    names = [one.criterion.name for one in curves[0].verdicts]
-    about = [_BOUNDS[name].format(few=few) for name in names] + ([] if "drop" in names else [_STEPS])
-    held = [at.held for one in curves for at in one.verdicts[0].budgets]
-    held += [_taken(one, size) / size.full for one in curves if one.safe is not None] if size is not None else []
-    how = _HOW.format(assumed=_assumed(curves))
-    return "\n".join([f"n = {counted(samples, 'sample')}.", how, *about, text.about_held(held)])
-
-
-def _room(samples: int) -> float:
-    """Points that the bound leaves of so many samples of which none loses anything."""
-    return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
-
-
 _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 
-@dataclass(frozen=True, repr=False)
-class SafeBudgets(Sequenced[SafeBudget], Result):
-    """The smallest safe budget of every selection of a run.
+@record
+class CacheSize(Record):
+    """Caches of one length and batch, in the model's shape and the run's number type."""
+
+    SECTION = "cache size"
+
+    length: int = column("entries of a prompt")
+    batch: int = column("prompts at once")
+    token_bytes: float = column("bytes of one entry's keys and values in all layers of the full cache")
+    entries: float = column("mean entries of the trace's prompts")
+    dtype: str = column("type of the numbers that are counted")
+
+    @derived(key="full_bytes")
+    def full(self) -> float:
+        """Bytes of the full caches."""
+        return self.token_bytes * self.length * self.batch
+
+    def evicted(self, config: EvictionConfig, cache_share: float) -> float:
+        """Return the bytes of the caches that a configuration evicts to; `cache_share` as on the trace's prompts.
+
+        A budget in entries keeps as many at every length: the share then gives how many sets of them there are.
+        """
+        if isinstance(config.budget.value, float):
+            return self.full * cache_share
+        sets = cache_share * self.entries / min(config.budget.value, self.entries)
+        return self.full * sets * min(config.budget.value, self.length) / self.length
+
+
+def check_size(length: int | None, batch: int) -> None:
+    """Raise ConfigError for numbers that are none to count with, and for a batch of no length."""
+    if length is None and batch != 1:
+        msg = f"for_batch (--for-batch {batch}) has no effect without for_length (--for-length); give both"
+        raise ConfigError(msg)
+    for name, number in (("for_length (--for-length)", length), ("for_batch (--for-batch)", batch)):
+        if number is not None:
+            check_number(name, number)
+            if number < 1:
+                msg = f"{name} must be at least 1, got {number}"
+                raise ConfigError(msg)
+
+
+def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
+    """Return the size of the trace's caches at another length and batch.
+
+    What an entry takes is what the evicted caches of the run took over what they held. Raises TraceError where the
+    trace lacks the caches' bytes.
+    """
+    taken = measured["cache_bytes"] - measured["cache_padding_bytes"]
+    tokens = measured["prompt_tokens"]
+    entries = (measured["held_share"].sum(axis=1) * tokens).sum()
+    token_bytes = float(taken.sum() / entries)
+    return CacheSize(length, batch, token_bytes, float(tokens.mean()), measured.trace.run.dtype)
+
+
+@record
+class SafeBudget(Record):
+    """One selection over its budgets.
 
     Attributes:
-        members: one per selection and setting.
-        size: caches of the length and batch asked for; None where none was.
-        dtype: the run's number type, in which caches are counted.
-        identity: of the run.
+        size: caches of the reader's length and batch, or None.
+    """
+
+    SECTION = "safe budget"
+
+    name: str = column("what distinguishes it from the other selections")
+    verdicts: tuple[Verdict, ...] = column("one per limit")
+    size: CacheSize | None = None
+
+    @derived()
+    def state(self) -> str:
+        """Worst of its limits: safe, too few samples, or none."""
+        return worst(one.state for one in self.verdicts)
+
+    @property
+    def safe(self) -> TestedBudget | None:
+        """The smallest budget at which every limit holds; None where one holds nowhere."""
+        known = [one.safe for one in self.verdicts if one.safe is not None]
+        return max(known, key=lambda one: one.config.budget.value) if len(known) == len(self.verdicts) else None
+
+    @derived()
+    def budget(self) -> Budget | None:
+        """Smallest at which every limit holds; an integer is entries, another number a share of the prompt."""
+        return None if self.safe is None else self.safe.config.budget
+
+    @derived()
+    def config(self) -> EvictionConfig | None:
+        """Configuration of that budget."""
+        return None if self.safe is None else self.safe.config
+
+    @derived(key="held")
+    def cache_share(self) -> float | None:
+        """Entries that its cache holds over those of the full cache."""
+        return None if self.safe is None else self.safe.cache_share
+
+    @derived()
+    def evicted_bytes(self) -> float | None:
+        """Bytes of its caches at the length and batch of `cache`."""
+        return None if self.safe is None or self.size is None else self.size.evicted(
+            self.safe.config, self.safe.cache_share)  # fmt: skip
+
+    @derived(heading="#evicted /\nfull bytes", json=False)
+    def evicted_shown(self) -> str:
+        """Bytes of the caches at the smallest budget that every limit allows, over those of the full caches."""
+        if self.size is None:
+            return ""
+        full = _gib(self.size.full)
+        return f"– / {full}" if self.evicted_bytes is None else f"{_gib(self.evicted_bytes)} /\n{full} GiB"
+
+
+@record
+class SafeBudgets(Sequenced[SafeBudget], Result):
+    """The smallest safe budget of every selection of a run; a sequence of them.
+
+    Attributes:
         alike: samples whose answer all caches begin alike and the full one ends there; 0 where no score is limited.
     """
 
-    members: tuple[SafeBudget, ...]
-    size: CacheSize | None
-    dtype: str
+    SECTION = "budget"
+    SHOWN = ("limit_shown", "budget", "cache_share", "mean_shown", "failure", "evicted_shown")
+    FIRST = "selection"
+
+    members: tuple[SafeBudget, ...] = column("one per selection and setting", key="selections")
+    size: CacheSize | None = column("caches of the length and batch of the request", key="cache")
     identity: RunIdentity
     alike: int = 0
 
-    @property
+    @derived()
     def exit_code(self) -> int:
-        """0 where every selection has a safe budget; 1 where one has none; else 2 where samples are too few to tell."""
+        """0 every selection has a safe budget, 1 one has none, 2 there are too few samples to decide."""
         return _EXIT_CODES[worst(one.state for one in self.members)]
 
     def conclusion(self) -> str:
-        """The smallest safe budgets, who has none, and of whom it cannot be told."""
-        return conclusion(self.members, self.identity.samples)
+        """Return the smallest safe budgets, and why a selection has none."""
+        limits = " and ".join(str(one.criterion) for one in self[0].verdicts)
+        samples = self.identity.samples
+        safe = [f"{one.name} {one.safe.config.budget}" for one in self if one.safe is not None]
+        missing = [_missing(one, samples) for one in self if one.safe is None]
+        shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
+        return sentence(
+            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {counted(samples, 'sample')}): {shown}"
+        )
 
-    def tables(self) -> list[Table | str]:
-        """Of each criterion a row per selection; then the bytes."""
-        return tables(self.members, self.size, self.dtype)
+    def title(self) -> str:
+        """Return what the table shows, and of which caches the bytes are."""
+        size = self.size
+        caches = f"; caches of {size.length:,} entries × {size.batch:,} in {size.dtype}" if size else ""
+        return f"smallest budget under each limit{caches}"
 
-    def notes(self) -> str:
-        """What bounds are, how budgets are tested, what caches hold."""
-        told = notes(self.members, self.size, self.identity.samples)
-        return "\n".join(filter(None, (told, measurements.about_first_token(self.alike, self.identity.samples))))
+    def lines(self) -> Sequence[Line]:
+        """Return a line per limit and selection."""
+        return [
+            Line(one.name, (one.verdicts[index], one)) for index in range(len(self[0].verdicts)) for one in self.members
+        ]
+
+    def interval_note(self) -> str:
+        """Return n, and what bounds are."""
+        return f"n = {counted(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
+
+    def caveats(self) -> Sequence[str]:
+        """Return which answers cannot be lost, and that limits of steps do not hold for answers."""
+        names = [one.criterion.name for one in self[0].verdicts]
+        shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
+        return [
+            *measurements.first_token_caveat(self.alike, self.identity.samples),
+            *above_full(shares),
+            *([] if "drop" in names else ["Limits of decoding steps do not bound answers; --max-drop does."]),
+        ]
+
+    def details(self) -> Sequence[Part]:
+        """Return the share of samples above the limit, bounds, the order of the tests, and what caches hold."""
+        names = [one.criterion.name for one in self[0].verdicts]
+        samples = self.identity.samples
+        few = f"{samples} samples without any loss leave room for {_room(samples):.3g} points"
+        kl = [Line(one.name, (limited,)) for one in self for limited in one.verdicts if limited.above]
+        shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
+        if self.size is not None:
+            shares += [one.evicted_bytes / self.size.full for one in self if one.evicted_bytes is not None]
+        return [
+            *([columns.table("KL above the limit", kl, ("budget", "above"), self.FIRST)] if kl else []),
+            _ORDER,
+            *(_BOUNDS[name].format(few=few) for name in names),
+            *filter(None, [measurements.about_first_token(self.alike, samples)]),
+            text.cache_share_note(shares),
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per selection, criterion and budget, the largest budget first.
+        """Return a row per selection, limit and budget, the largest budget first.
 
         `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `above`, of KL, is the exact bound of
-        the share of prompts above the limit; `tested` is 0 below the first failure, and `holds` tells nothing there.
+        the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
         """
         return [
-            {"name": one.name, **columns_of(at.config), "criterion": told.criterion.name, "limit": told.criterion.limit,
-             "held": at.held, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
+            {"name": one.name, **columns_of(at.config), "criterion": limited.limited, "limit": limited.limit,
+             "held": at.cache_share, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
              "holds": int(at.holds)}
-            for one in self.members for told in one.verdicts for at in told.budgets
+            for one in self.members for limited in one.verdicts for at in limited.budgets
         ]  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {"exit_code": self.exit_code, "cache": self._cache(), "selections": [self._told(one) for one in self]}
-        )
-        return found
 
-    def _cache(self) -> dict[str, Any] | None:
-        return None if self.size is None else {**vars(self.size), "dtype": self.dtype, "full_bytes": self.size.full}
+def _assumption(result: SafeBudgets) -> str:
+    """Return what the level of KL's bound assumes; empty without a limit of KL."""
+    return ", of KL if lognormal" if any(one.criterion.name == "kl" for one in result[0].verdicts) else ""
 
-    def _told(self, one: SafeBudget) -> dict[str, Any]:
-        safe, verdicts = one.safe, [told.to_dict() for told in one.verdicts]
-        document: dict[str, Any] = {"name": one.name, "state": one.state, "verdicts": verdicts}
-        if safe is None:
-            return document | dict.fromkeys(("budget", "config", "held", "evicted_bytes"))
-        taken = None if self.size is None else self.size.evicted(safe.config, safe.held)
-        found = {"budget": safe.config.budget, "config": safe.config, "held": safe.held}
-        return {**document, **found, "evicted_bytes": taken}
+
+def _missing(one: SafeBudget, samples: int) -> str:
+    """Return why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
+    failing = next(limited for state in (NONE, FEW) for limited in one.verdicts if limited.state == state)
+    largest, criterion = failing.budgets[0], failing.criterion
+    where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
+    if failing.state == NONE:
+        return f"{one.name} has none: {where} {criterion.with_unit(largest.mean)}"
+    bound = "has no bound yet" if np.isinf(largest.bound) else f"may be {criterion.written(largest.bound)}"
+    return (
+        f"{one.name} is undecided: {where} {criterion.written(largest.mean)} and {bound}, {_enough(failing, samples)}"
+    )
+
+
+def _enough(failing: Verdict, samples: int) -> str:
+    if failing.samples_for is not None:
+        return f"{failing.samples_for:,} samples like these would do"
+    if samples < LEAST:
+        return f"as no bound is given of fewer than {LEAST} samples"
+    return "more samples are needed, how many is unknown"
+
+
+def _gib(taken: float) -> str:
+    return f"{taken / _GIB:.3g}".replace("-", "−")
+
+
+def _room(samples: int) -> float:
+    """Return the points that the bound leaves of so many samples of which none loses anything."""
+    return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
 
 
 def safe_budget(
@@ -276,7 +294,7 @@ def safe_budget(
     for_length: int | None = None,
     for_batch: int = 1,
 ) -> SafeBudgets:
-    """How small may the budget be? Per selection the smallest at which the limits hold with one-sided 95 % bounds.
+    """Find each selection's smallest budget at which the limits hold with one-sided 95 % bounds.
 
     Budgets are tested from the largest down, up to the first that fails; of several limits all must hold. Each
     selection by itself: that one of many is wrong is likelier than 5 %.
@@ -288,7 +306,7 @@ def safe_budget(
         max_drop: mean drop of the score of whole answers, in points of 100.
         min_top1: mean share of measured steps whose likeliest token is the full cache's.
         sides: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`), or several; by default all.
-        for_length: entries of a prompt for which the caches' bytes are told.
+        for_length: entries of a prompt whose caches' bytes are counted.
         for_batch: number of such prompts.
 
     Returns the verdicts as one result, whose `exit_code` says them all.
@@ -297,24 +315,25 @@ def safe_budget(
     has no complete sample, no such side, or lacks what is limited.
 
     >>> import perturbkv as pk
-    >>> found = pk.safe_budget(trace, max_kl=100.0)
-    >>> [(one.name, str(one.safe.config.budget)) for one in found]
+    >>> result = pk.safe_budget(trace, max_kl=100.0)
+    >>> [(one.name, str(one.safe.config.budget)) for one in result]
     [('attention', '40'), ('two-stage', '40')]
     """
     limits = criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
     named = checked(trace, "", "" if sides is None else sides)
-    wanted = [None] if sides is None else named
-    held = at_step(trace, ANALYSIS, 0)
-    found = dict.fromkeys(tuple(places) for side in wanted for places in sweeps(held.run, side))
-    curves = [axis(held, places, ANALYSIS) for places in found]
-    each = {limit: limit.each(held) for limit in limits}
-    names = pairing.curve_names([one.configs[0] for one in curves])
+    measured = Measurements(trace, ANALYSIS, None)
+    run = measured.trace.run
+    curves = dict.fromkeys(tuple(indices) for side in ([None] if sides is None else named)
+                           for indices in sweeps(run, side))  # fmt: skip
+    axes = [axis(measured, indices) for indices in curves]
+    each = {limit: limit.each(measured) for limit in limits}
+    names = pairing.curve_names([one.configs[0] for one in axes])
+    size = None if for_length is None else cache_size(measured, for_length, for_batch)
     members = tuple(
-        SafeBudget(name, tuple(verdict(limit, each[limit], curve) for limit in limits))
-        for name, curve in zip(names, curves, strict=True)
+        SafeBudget(name, tuple(verdict(limit, each[limit], curve) for limit in limits), size)
+        for name, curve in zip(names, axes, strict=True)
     )
-    size = None if for_length is None else cache_size(held, for_length, for_batch)
-    shown = [config for curve in curves for config in curve.configs]
-    alike = 0 if max_drop is None else int(only_alike(held).sum())
-    return SafeBudgets(members, size, held.run.dtype, identity(held, shown), alike)
+    configs = [config for curve in axes for config in curve.configs]
+    alike = 0 if max_drop is None else int(only_alike(measured.trace).sum())
+    return SafeBudgets(members, size, identity(measured.trace, configs), alike)

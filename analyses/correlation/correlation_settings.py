@@ -1,6 +1,6 @@
-"""The link at one budget, one granularity and one protection, and what else could make it.
+"""Settings of a score correlation: one budget, granularity and protection each, over prompts of several traces.
 
-What a link is looked for in: perturbation and scores of the prompts that the full cache answers, of several traces.
+Only prompts that the full cache answers count.
 
 θ̂ is evidence only where σ > 0.5. So that configurations are ranked by the same heads, a head counts in a prompt where
 σ > 0.5 under every configuration that is ranked there; others, those with an infinite θ̂ among them, are left out of
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements
+from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.correlation import lost_answers
 from perturbkv.analyses.correlation.lost_answers import Bin, Rule, curve
 from perturbkv.analyses.correlation.method_identity import (
@@ -33,12 +34,12 @@ from perturbkv.analyses.correlation.method_identity import (
     beyond,
     contrasts,
     known,
-    standing,
     strengths,
     tables,
+    with_significance,
     within,
 )
-from perturbkv.analyses.measurements import EVIDENCE, Floats, at_step, held_shares, only_alike, scores, values
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, only_alike, scores
 from perturbkv.analyses.multi_trace import check_together
 from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
@@ -49,28 +50,24 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.trace import Trace
 
-ANALYSIS = "link"
+ANALYSIS = "correlation"
 
 
-@dataclass(frozen=True)
-class Part:
-    """One trace.
+@record
+class Part(Record):
+    """One trace."""
 
-    Attributes:
-        dataset, trace, trace_digest: what it is of, its path, and a short digest of it.
-        samples: complete ones.
-        answered: those of them that the full cache answers.
-        median_full: of the full cache's scores of the answered ones; NaN of none.
-        alike: answered ones whose full answer has no token but one that all caches share, as `about_first_token` says.
-    """
+    SECTION = "graded trace"
 
-    dataset: str
-    trace: str
-    trace_digest: str
-    samples: int
-    answered: int
-    median_full: float
-    alike: int
+    dataset: str = column("the data set")
+    trace: str = column("path")
+    trace_digest: str = column("short digest of the file")
+    samples: int = column("complete samples")
+    answered: int = column("those that the full cache answers: all else is of these")
+    median_full: float = column("median of the full cache's scores of these")
+    alike: int = column(
+        "those of these whose full answer is one token or none, alike for all caches (regular scenario)"
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Pooled:
         part: (prompt,) which of them a prompt is of.
         names: (prompt,) sample ids.
         run: the first trace's; its configurations are those of the axis `config`.
-        held: (config,) entries that each cache holds over those of the full cache; NaN where a trace does not tell.
+        cache_shares: (config,) entries of each cache over those of the full cache; NaN where a trace lacks them.
         kept: (prompt, config) share of a prompt's entries that is kept.
         measured: measure -> (prompt, config), as `first_step_measures` says.
         theta_hat, sigma: (prompt, config, layer, head); `norm` (prompt, layer, head), of the full run's outputs.
@@ -93,7 +90,7 @@ class Pooled:
     part: NDArray[np.int64]
     names: tuple[str, ...]
     run: RunConfig
-    held: Floats
+    cache_shares: Floats
     kept: Floats
     measured: dict[str, Floats]
     theta_hat: Floats
@@ -122,11 +119,13 @@ class Pooled:
 
 
 def pooled(traces: Sequence[Trace], rule: Rule) -> Pooled:
-    """The answered prompts of all traces. Raises TraceError where one has no graded answers, or they do not fit."""
+    """Return the answered prompts of all traces. Raises TraceError where one is not graded, or they do not fit."""
     check_together(traces, ANALYSIS)
     run = traces[0].run
-    each = [_answered(at_step(trace, ANALYSIS, 0), run.configs, rule) for trace in traces]
+    whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
+    each = [_answered(one, run.configs, rule) for one in whole]
     joined = {name: np.concatenate([one[name] for _, one, _ in each]) for name in each[0][1]}
+    shares = np.stack([one.cache_shares[_order(one.trace, run.configs)] for one in whole])
     parts = tuple(part for part, _, _ in each)
     measured = {name: joined.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
     return Pooled(
@@ -134,111 +133,108 @@ def pooled(traces: Sequence[Trace], rule: Rule) -> Pooled:
         part=np.repeat(np.arange(len(parts)), [part.answered for part in parts]),
         names=tuple(name for _, _, names in each for name in names),
         run=run,
-        held=_held(traces, run.configs, parts),
+        cache_shares=np.asarray(np.average(shares, axis=0, weights=[part.samples for part in parts])),
         measured=measured,
         **joined,
     )
 
 
-def _answered(trace: Trace, configs: Sequence[EvictionConfig], rule: Rule) -> tuple[Part, dict[str, Floats], list[str]]:
-    """The arrays of the prompts that the full cache answers, configurations in the order asked for."""
+def _answered(
+    own: Measurements, configs: Sequence[EvictionConfig], rule: Rule
+) -> tuple[Part, dict[str, Floats], list[str]]:
+    """Return the arrays of the prompts that the full cache answers, configurations in the given order."""
+    trace = own.trace
     graded, order = scores(trace, ANALYSIS), _order(trace, configs)
     answered = graded.full > rule.right
     ids = [name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole]
-    kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
+    kept, tokens = own["kept_count"], own["prompt_tokens"]
     by_config = {
         **measurements.first_step_measures(trace, ANALYSIS),
         "kept": kept.mean(axis=(2, 3)) / tokens[:, None],
-        "theta_hat": values(trace, "theta_hat", ANALYSIS, 0),
-        "sigma": values(trace, "sigma_stage1", ANALYSIS, 0),
+        "theta_hat": own["theta_hat"],
+        "sigma": own["sigma_stage1"],
         "evicted": graded.evicted,
     }
     found = {name: array[answered][:, order] for name, array in by_config.items()}
-    found |= {"norm": values(trace, "output_norm", ANALYSIS, 0)[answered], "full": graded.full[answered]}
+    found |= {"norm": own["output_norm"][answered], "full": graded.full[answered]}
     counts = (len(answered), int(answered.sum()))
     alike = int(only_alike(trace)[answered].sum())
     part = Part(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
     return part, found, [name for name, right in zip(ids, answered, strict=True) if right]
 
 
-def _held(traces: Sequence[Trace], configs: Sequence[EvictionConfig], parts: Sequence[Part]) -> Floats:
-    """(config,) mean over the samples of all traces."""
-    shares = np.stack([held_shares(trace, ANALYSIS)[_order(trace, configs)] for trace in traces])
-    return np.asarray(np.average(shares, axis=0, weights=[part.samples for part in parts]))
-
-
 def _order(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
     return [trace.run.configs.index(config) for config in configs]
 
 
-@dataclass(frozen=True)
-class Control:
-    """What else could make one measure's link, beside the methods' names.
+@record
+class Control(Record):
+    """Other causes of one measure's correlation, beside the methods' names."""
 
-    Attributes:
-        measure: a key of `NAMES`.
-        rho, auc: what scores that are dealt out anew within each prompt show; `auc` is told as the area less 0.5. Any
-            difference between methods sets real scores apart from these.
-        between: the area over answers of different prompts, which hard and long prompts confound.
-    """
+    SECTION = "control"
 
-    measure: str
-    rho: Chance
-    auc: Chance
-    between: Estimate
+    measure: str = column("the measure")
+    rho: Chance = column("ρ of scores permuted within each prompt: any difference of methods sets real ones apart")
+    auc: Chance = column("the same of the area less 0.5")
+    between: Estimate = column(
+        "the area over answers of different prompts, which hard prompts confound; n: its scarcer side"
+    )
 
 
-@dataclass(frozen=True)
-class Setting:
+@record
+class Setting(Record):
     """Configurations that are ranked together.
 
     Attributes:
-        name: the budget as the user gave it, and what else tells it from other settings.
-        configs: its configurations.
-        held: (config,) entries that each cache holds over those of the full cache; NaN where the trace does not tell.
         measured: measure -> (prompt, config).
         full, evicted: (prompt,) and (prompt, config) scores; `lost` where an answer is lost.
-        evidence: share of (prompt, head) that θ̂ is of: σ > 0.5 in every configuration.
-        within: measure -> what each prompt says.
-        strengths: one per measure, those that are circular last.
-        contrasts: every two measures on the same prompts.
-        tables: measure -> what every prompt's measure says of every prompt's answers.
-        names: what of the link the methods' names make, one per measure.
-        controls: what else could make it, one per measure.
-        curves: measure -> calibration curve.
+        within: measure -> ranks and areas of each prompt.
+        tables: measure -> ranks and areas of every prompt's measure with every prompt's answers.
     """
 
-    name: str
-    configs: tuple[EvictionConfig, ...]
-    held: Floats
+    SECTION = "correlation setting"
+
+    name: str = column("budget, and what else distinguishes it from other settings")
+    configs: tuple[EvictionConfig, ...] = column("which are ranked")
+    cache_shares: Floats = column("(configuration) entries over those of the full cache", key="held", dims=("config",))
     measured: dict[str, Floats]
     full: Floats
     evicted: Floats
     lost: NDArray[np.bool_]
-    evidence: float
+    evidence: float = column("share of (prompt, head) with σ > 0.5 in every configuration: θ̂ is of these")
     within: dict[str, Within]
-    strengths: tuple[Strength, ...]
-    contrasts: tuple[Contrast, ...]
+    strengths: tuple[Strength, ...] = column("one per measure, those that are circular last")
+    contrasts: tuple[Contrast, ...] = column("every two measures that are not circular, on the same prompts")
     tables: dict[str, Tables]
-    names: tuple[Beyond, ...]
-    controls: tuple[Control, ...]
-    curves: dict[str, tuple[Bin, ...]]
+    names: tuple[Beyond, ...] = column("method identity baseline, one per measure")
+    controls: tuple[Control, ...] = column("other causes, one per measure")
+    curves: dict[str, tuple[Bin, ...]] = column("measure → bins, least perturbed first")
+
+    @derived()
+    def answers(self) -> int:
+        """Prompts × configurations."""
+        return int(self.lost.size)
+
+    @derived(key="lost")
+    def lost_count(self) -> int:
+        """Answers that are lost."""
+        return int(self.lost.sum())
 
     @property
-    def held_ends(self) -> tuple[float, float]:
-        """The least and the largest of `held`."""
-        return float(self.held.min()), float(self.held.max())
+    def cache_share_ends(self) -> tuple[float, float]:
+        """The least and the largest cache share."""
+        return float(self.cache_shares.min()), float(self.cache_shares.max())
 
     def strength(self, measure: str) -> Strength:
-        """Of one measure."""
+        """Return a measure's strength."""
         return next(one for one in self.strengths if one.measure == measure)
 
     def named(self, measure: str) -> Beyond:
-        """What the methods' names make of one measure's link."""
+        """Return a measure's method identity baseline."""
         return next(one for one in self.names if one.measure == measure)
 
     def control(self, measure: str) -> Control:
-        """Of one measure."""
+        """Return a measure's controls."""
         return next(one for one in self.controls if one.measure == measure)
 
     @property
@@ -246,14 +242,15 @@ class Setting:
         """Whether any prompt has ranks, or a lost answer beside a kept one."""
         return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
 
+    @derived()
     def silence(self) -> str:
-        """Why no prompt has ranks, or a lost answer beside a kept one; empty where there are both."""
+        """Why there are no ranks, or no lost answers beside kept ones; empty where there are."""
         if not len(self.full):
             return "the full cache answers no prompt"
         return "; ".join(filter(None, (self.no_areas(), self.no_ranks())))
 
     def no_areas(self) -> str:
-        """Why no prompt has a lost answer beside a kept one; empty where one has."""
+        """Return why no prompt has a lost answer beside a kept one; empty where one has."""
         if not self.lost.any():
             return "no answer is lost"
         if self.lost.all():
@@ -261,7 +258,7 @@ class Setting:
         return "" if any(one.auc.prompts for one in self.strengths) else "no prompt has lost and kept answers"
 
     def no_ranks(self) -> str:
-        """Why no prompt has ranks; empty where one has."""
+        """Return why no prompt has ranks; empty where one has."""
         if any(one.rho.prompts for one in self.strengths):
             return ""
         differ = (np.ptp(self.evicted, axis=1) > 0).any()
@@ -269,7 +266,7 @@ class Setting:
 
 
 def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: int) -> Setting:
-    """What the prompts say of these configurations."""
+    """Return the correlations between some configurations."""
     bound, evidence = found.bound(places)
     measured = {**{one: array[:, places] for one, array in found.measured.items()}, "theta_hat": bound}
     measured = {one: measured[one] for one in NAMES}
@@ -280,7 +277,7 @@ def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: i
     return Setting(
         name=name,
         configs=tuple(found.configs[place] for place in places),
-        held=found.held[list(places)],
+        cache_shares=found.cache_shares[list(places)],
         measured=measured,
         full=found.full,
         evicted=scored,
@@ -297,8 +294,8 @@ def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: i
 
 
 def marked(settings: Sequence[Setting]) -> tuple[Setting, ...]:
-    """The settings with what stands of all their tests together."""
-    names = standing([one.names for one in settings], [one.strengths for one in settings])
+    """Return the settings with what is significant of all their tests together."""
+    names = with_significance([one.names for one in settings], [one.strengths for one in settings])
     return tuple(replace(one, names=marks) for one, marks in zip(settings, names, strict=True))
 
 
@@ -340,21 +337,18 @@ EVICTED = "evicted"
 """What the budget itself is called among the measures: the share of the prompt's entries that go."""
 
 
-@dataclass(frozen=True)
-class AcrossBudgets:
-    """ρ between a measure and the score over the budgets of one method, mean over methods, then over prompts.
+@record
+class AcrossBudgets(Record):
+    """ρ between a measure and the score over the budgets of one method, mean over methods, then over prompts."""
 
-    Attributes:
-        measure: a key of `NAMES`, or `evicted`: the budget's own correlation.
-        rho: over prompts.
-    """
+    SECTION = "correlation across budgets"
 
-    measure: str
-    rho: Estimate
+    measure: str = column("a measure, or evicted: the budget itself")
+    rho: Estimate = column("Spearman's ρ with the score over the budgets of one method, mean over methods")
 
 
 def across_budgets(found: Pooled) -> tuple[AcrossBudgets, ...]:
-    """One per measure, the budget itself first; nothing where no method has three budgets."""
+    """Return one per measure, the budget itself first; nothing where no method has three budgets."""
     ranked = [places for places in sweeps(found.run, None) if len(places) >= LEAST_CONFIGS]
     if not ranked:
         return ()

@@ -1,4 +1,4 @@
-"""Does perturbation tell a lost answer from a kept one? The area under the ROC curve, ties at one half.
+"""Lost answers by perturbation: areas under the ROC curve, ties at one half, and calibration curves.
 
 Of a lost and a kept answer it is the share of pairs in which the lost one is more perturbed. Within a prompt both are
 answers to the same question; between prompts a long or hard prompt perturbs more and loses more for many reasons.
@@ -11,11 +11,10 @@ interval is over the prompts in it, whose answers are not independent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.columns import Record, column, interval, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -30,19 +29,14 @@ AREA = share_of(0)
 """What an area under the curve is a mean of: one share of pairs per prompt."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Which answers count, and which of them are lost.
+@record
+class Rule(Record):
+    """The prompts that count, and the answers that are lost. Raises ConfigError for values out of range."""
 
-    Attributes:
-        right: a prompt counts where the full cache's score is above this, in [0, 1).
-        lost: an answer is lost where its score is below this share of the full cache's, in (0, 1].
-
-    Raises ConfigError for other values.
-    """
-
-    right: float = 0.0
-    lost: float = LOST
+    right: float = column("a prompt counts where the full cache's score is above this, in [0, 1)", default=0.0)
+    lost: float = column(
+        "an answer is lost where its score is below this share of the full cache's, in (0, 1]", default=LOST
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.right < 1:
@@ -53,19 +47,19 @@ class Rule:
             raise ConfigError(msg)
 
     def lost_of(self, full: Floats, evicted: Floats) -> NDArray[np.bool_]:
-        """(prompt, config) True where an answer is lost, of (prompt,) and (prompt, config) scores."""
+        """Return (prompt, config) True where an answer is lost, of (prompt,) and (prompt, config) scores."""
         return np.asarray(evicted < (self.lost * full * (1 - _ROUNDING))[:, None])
 
 
 def within(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """(prompt,) the area within each prompt, of (prompt, config) arrays; NaN where all answers fared alike."""
+    """Return (prompt,) the area within each prompt, of (prompt, config) arrays; NaN where all answers fared alike."""
     count = lost.sum(axis=1)
     ranks = np.where(lost, mean_ranks(measured.T).T, 0).sum(axis=1)
     return np.asarray(ratio(ranks - count * (count + 1) / 2, count * (lost.shape[1] - count)))
 
 
 def between(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
-    """The area over pairs of answers to different prompts, with the jackknife's interval over prompts.
+    """Return the area over pairs of answers to different prompts, with the jackknife's interval over prompts.
 
     It is as unsure as the scarcer side: the prompts with lost answers, or those with kept ones, are those that decide.
     """
@@ -84,7 +78,7 @@ def between(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """(prompt of the lost, prompt of the kept) pairs in which the lost answer is more perturbed, and all pairs."""
+    """Return (prompt of the lost, prompt of the kept) pairs whose lost answer is more perturbed, and all pairs."""
     prompts = len(measured)
     wins, pairs = np.zeros((prompts, prompts)), np.zeros((prompts, prompts))
     for one in range(prompts):
@@ -101,31 +95,25 @@ _DROP = Kind(3 / 8, limits=(-1, 1))
 """A mean of what answers lose of a score from 0 to 1."""
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Answers of similar perturbation.
+@record
+class Bin(Record):
+    """Answers of similar perturbation."""
 
-    Attributes:
-        low, high: the least and the largest perturbation in it.
-        middle: the median one.
-        answers, prompts: how many answers, of how many prompts.
-        lost: share of the answers that are lost; its interval, over prompts.
-        drop: mean of what they lose of the score, in [−1, 1]; its interval.
-    """
+    SECTION = "calibration bin"
 
-    low: float
-    high: float
-    middle: float
-    answers: int
-    prompts: int
-    lost: float
-    lost_interval: Scalar
-    drop: float
-    drop_interval: Scalar
+    low: float = column("least perturbation in it")
+    high: float = column("largest")
+    middle: float = column("median")
+    answers: int = column("how many answers")
+    prompts: int = column("of how many prompts")
+    lost: float = column("share of the answers that are lost")
+    lost_interval: Scalar = interval("over prompts")
+    drop: float = column("mean loss of the score, −1 to 1")
+    drop_interval: Scalar = interval("over prompts")
 
 
 def check_bins(bins: int) -> int:
-    """The number of bins. Raises ConfigError for fewer than two."""
+    """Return the number of bins. Raises ConfigError for fewer than two."""
     if bins < 2:
         msg = f"expected at least 2 bins of a calibration curve, got {bins}"
         raise ConfigError(msg)
@@ -133,7 +121,7 @@ def check_bins(bins: int) -> int:
 
 
 def curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = BINS) -> tuple[Bin, ...]:
-    """Bins of (prompt, config) arrays, least perturbed first; equal perturbations are never parted.
+    """Return bins of (prompt, config) arrays, least perturbed first; equal perturbations stay in one bin.
 
     Prompts without a measure (NaN) are left out.
     """
@@ -141,19 +129,19 @@ def curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = B
     if not len(known):
         return ()
     edges = np.quantile(known, np.arange(1, bins) / bins, method="inverted_cdf")
-    places = np.where(np.isnan(measured), -1, np.searchsorted(np.unique(edges), measured, side="left"))
-    return tuple(_bin(measured, lost, drop, places == place) for place in np.unique(places[places >= 0]))
+    indices = np.where(np.isnan(measured), -1, np.searchsorted(np.unique(edges), measured, side="left"))
+    return tuple(_bin(measured, lost, drop, indices == index) for index in np.unique(indices[indices >= 0]))
 
 
 def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
-    held = measured[inside]
+    perturbed = measured[inside]
     lost_share, lost_interval = _mean(lost, inside, share_of(0))
     mean_drop, drop_interval = _mean(drop, inside, _DROP)
     return Bin(
-        low=float(held.min()),
-        high=float(held.max()),
-        middle=float(np.median(held)),
-        answers=len(held),
+        low=float(perturbed.min()),
+        high=float(perturbed.max()),
+        middle=float(np.median(perturbed)),
+        answers=len(perturbed),
         prompts=int(inside.any(axis=1).sum()),
         lost=lost_share,
         lost_interval=lost_interval,
@@ -163,10 +151,10 @@ def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArra
 
 
 def _mean(values: NDArray[np.generic], inside: NDArray[np.bool_], kind: Kind) -> tuple[float, Scalar]:
-    """The mean of the answers in a bin, a ratio of sums over prompts, with its interval."""
+    """Return the mean of the answers in a bin, a ratio of sums over prompts, with its interval."""
     there = inside.any(axis=1)
     top = np.where(inside, values, 0)[there].sum(axis=1, dtype=np.float64)
     count = inside[there].sum(axis=1)
     sure = float(count.sum() ** 2 / (count**2).sum())  # as many prompts of equally many answers
-    found = intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, sure)
-    return float(top.sum() / count.sum()), found
+    ends = intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, sure)
+    return float(top.sum() / count.sum()), ends

@@ -1,12 +1,12 @@
-"""What a link is beyond the methods' names, at one setting and over several in each of which a prompt was compared.
+"""The method identity baseline: how much of a correlation with the score the methods' names alone make.
 
-How much of a link is the methods' names alone: some methods perturb more and score less whatever the prompt.
+Some methods perturb more and score less whatever the prompt.
 
 The perturbation of every *other* prompt of the data set is held against this prompt's scores. If the prompt's own told
 no more than the names of the methods do, another prompt's would tell as much. Pairs of prompts share prompts, so that
 the interval leaves each prompt out of all of its pairs (the jackknife); it is as sure as the prompts that decide.
 
-The link within each prompt: what ranks and areas say of one prompt's configurations, and means of these.
+Ranks and areas are of one prompt's configurations; strengths and contrasts are means of these over prompts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from math import isnan
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.columns import Record, column, record
 from perturbkv.analyses.correlation import lost_answers
 from perturbkv.analyses.correlation.lost_answers import AREA
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES, Floats
@@ -27,7 +28,7 @@ from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Estimate, Kind, mean_of, over_prompts
 from perturbkv.analyses.stats.permutation import Chance, Dealing, corrected, dealing, exchanged
 from perturbkv.analyses.stats.rank_correlation import kendall, mean_ranks, spearman
-from perturbkv.analyses.text import decided
+from perturbkv.analyses.text import interval_verdict
 
 DIFFERENCES = Kind(3 / 8, limits=(-2, 2))
 """A mean of differences between two rank correlations of the same prompt."""
@@ -35,23 +36,20 @@ AREAS = Kind(3 / 8, limits=(-1, 1))
 """A mean of differences between two areas of the same prompt."""
 
 
-@dataclass(frozen=True)
-class Names:
-    """What of a statistic the methods' names make, over the prompts that have others to be held against.
+@record
+class Names(Record):
+    """The part of a statistic that the methods' names make, over the prompts that have others to compare with."""
 
-    Attributes:
-        others: the statistic of *other* prompts' measure with a prompt's scores: what a method's name tells.
-        beyond: the prompt's own less that.
-        exchanged: what prompts whose measures are dealt out among them show; its p is of a world in which a measure
-            tells nothing but the names of the methods.
-        stands: whether the statistic and `beyond` are decided on the side of a link, and p counts beside those of all
-            measures and settings (Benjamini–Hochberg, 5 %); never of a measure that is circular.
-    """
+    SECTION = "method identity baseline of a statistic"
 
-    others: Estimate
-    beyond: Estimate
-    exchanged: Chance
-    stands: bool = False
+    others: Estimate = column("the same with the measure of other prompts of the data set: the methods' names alone")
+    beyond: Estimate = column("the prompt's own less that")
+    exchanged: Chance = column("permutation null: measures exchanged among the prompts of a data set, names alone")
+    significant: bool = column(
+        "whether the statistic and `beyond` are decided as a correlation with lost score, and p beside those of all "
+        "measures and settings (Benjamini–Hochberg, 5 %); never of a circular measure",
+        default=False,
+    )
 
 
 def of_ranks(tables: Sequence[Floats], dealt: Dealing) -> Names:
@@ -156,37 +154,32 @@ class Within:
     area: Floats
 
 
-@dataclass(frozen=True)
-class Strength:
-    """How strongly one measure is linked with the score, mean over prompts.
+@record
+class Strength(Record):
+    """The correlation of one measure with the score, mean over prompts."""
 
-    Attributes:
-        measure: a key of `NAMES`.
-        rho: Spearman's ρ with the score; negative: the more perturbed of a prompt's configurations score less.
-        tau: Kendall's τ-b.
-        auc: share of pairs of a lost and a kept answer in which the lost one is more perturbed; 0.5 without a link.
-    """
+    SECTION = "strength"
 
-    measure: str
-    rho: Estimate
-    tau: Estimate
-    auc: Estimate
+    measure: str = column(
+        "isolated, propagated, theta, theta_hat, lost (1 − S), or circular kl or drift, all of the first decode step"
+    )
+    rho: Estimate = column("Spearman's ρ with the score between the configurations of a prompt")
+    tau: Estimate = column("Kendall's τ-b")
+    auc: Estimate = column(
+        "share of pairs of a lost and a kept answer of a prompt in which the lost one is more perturbed"
+    )
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """Two measures held against each other on the same prompts.
+@record
+class Contrast(Record):
+    """Two measures compared on the same prompts."""
 
-    Attributes:
-        first, second: keys of `MEASURES`.
-        rho: mean of ρ of the first less ρ of the second; below 0 the first tells more.
-        auc: the same of areas; above 0 the first tells more.
-    """
+    SECTION = "contrast"
 
-    first: str
-    second: str
-    rho: Estimate
-    auc: Estimate
+    first: str = column("a measure")
+    second: str = column("another")
+    rho: Estimate = column("ρ of the first less ρ of the second; below 0 the first correlates more")
+    auc: Estimate = column("the same of areas; above 0 the first separates more")
 
 
 def within(measured: Floats, scored: Floats, lost: NDArray[np.bool_]) -> Within:
@@ -256,19 +249,15 @@ class Tables:
         return Tables(self.rho[np.ix_(rows, rows)], self.area[np.ix_(rows, rows)])
 
 
-@dataclass(frozen=True)
-class Beyond:
-    """What of one measure's link the methods' names make.
+@record
+class Beyond(Record):
+    """The method identity baseline of one measure."""
 
-    Attributes:
-        measure: a key of `method_identity.NAMES`.
-        rho: of Spearman's ρ; below 0 the prompt's own perturbation tells more than the names.
-        auc: of the areas; above 0 it does.
-    """
+    SECTION = "method identity baseline"
 
-    measure: str
-    rho: Names
-    auc: Names
+    measure: str = column("the measure")
+    rho: Names = column("of Spearman's ρ; `beyond` below 0: the prompt's own perturbation adds to the names")
+    auc: Names = column("of the areas; `beyond` above 0: it does")
 
 
 def tables(measured: Mapping[str, Floats], scored: Floats, lost: NDArray[np.bool_]) -> dict[str, Tables]:
@@ -289,8 +278,10 @@ def beyond(settings: Sequence[Mapping[str, Tables]], alike: NDArray[np.bool_]) -
     )
 
 
-def standing(groups: Sequence[tuple[Beyond, ...]], strengths: Sequence[Sequence[Strength]]) -> list[tuple[Beyond, ...]]:
-    """The same with what stands of all their tests together: a link, itself and beyond the names, p kept beside all.
+def with_significance(
+    groups: Sequence[tuple[Beyond, ...]], strengths: Sequence[Sequence[Strength]]
+) -> list[tuple[Beyond, ...]]:
+    """Return the same with what is significant of all their tests together, itself and beyond the names.
 
     `strengths`: of each group the measures' own, in its order.
     """
@@ -303,12 +294,12 @@ def standing(groups: Sequence[tuple[Beyond, ...]], strengths: Sequence[Sequence[
         if not isnan(getattr(one, field).exchanged.p)
     ]
     kept = corrected(np.array([names.exchanged.p for *_, names, _ in tested]))
-    stands = {
+    significant = {
         (place, measure, field)
         for (place, measure, field, names, own), stays in zip(tested, kept, strict=True)
         if stays and _links(names, own, *_LINKED[field])
     }
-    return [tuple(_marked(one, place, stands) for one in group) for place, group in enumerate(groups)]
+    return [tuple(_marked(one, place, significant) for one in group) for place, group in enumerate(groups)]
 
 
 _LINKED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
@@ -316,9 +307,12 @@ _LINKED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 
 
 def _links(names: Names, own: Estimate, side: int, at: float) -> bool:
-    return decided(own.interval, at) == side and decided(names.beyond.interval, 0) == side
+    both = (interval_verdict(own.interval, at), interval_verdict(names.beyond.interval, 0))
+    return both == (side, side)
 
 
-def _marked(one: Beyond, place: int, stands: set[tuple[int, str, str]]) -> Beyond:
-    rho, auc = (replace(getattr(one, field), stands=(place, one.measure, field) in stands) for field in ("rho", "auc"))
+def _marked(one: Beyond, place: int, significant: set[tuple[int, str, str]]) -> Beyond:
+    rho, auc = (
+        replace(getattr(one, field), significant=(place, one.measure, field) in significant) for field in ("rho", "auc")
+    )
     return replace(one, rho=rho, auc=auc)

@@ -1,4 +1,4 @@
-"""Do verdicts survive rounding? Heads that are decided in half precision, against the same heads in float32.
+"""Whether verdicts survive rounding: heads decided in half precision, against the same heads in float32.
 
 One prompt measured twice gives two verdicts for every head. Where the first token that is decoded differs, the two runs
 decode different texts, and the sample is no comparison: it is counted and left out.
@@ -6,15 +6,13 @@ decode different texts, and the sample is no comparison: it is counted and left 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.heads.head_comparison import perturbed
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import Pair, pairs
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import Scalar, of_mean, share_of
 from perturbkv.analyses.verdicts import DISTANCES, distance_of, verdicts
 from perturbkv.configs.eviction import EvictionConfig
@@ -29,73 +27,58 @@ ALONE_FLOORS = 3
 Verdicts = NDArray[np.int8]
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What became of the heads that one rule decides in the rounded trace, of all samples.
+@record
+class Agreement(Record):
+    """What becomes of the heads that one rule decides in the rounded trace, of all samples."""
 
-    Attributes:
-        decided: how many there are.
-        agreeing, opposite, tied: how many of them have the exact trace's verdict, the other one, none there.
-    """
+    SECTION = "verdicts kept"
 
-    decided: int
-    agreeing: int
-    opposite: int
-    tied: int
+    decided: int = column("heads that the rule decides in the rounded trace")
+    agreeing: int = column("of them those with float32's verdict")
+    opposite: int = column("with the other one")
+    tied: int = column("that are tied in float32")
 
-    @property
+    @derived(unit="share")
     def share(self) -> float:
-        """Of the decided heads those with the same verdict, in [0, 1]; NaN where none is decided."""
+        """Decided heads with float32's verdict, a share of them; null where none is decided."""
         return self.agreeing / self.decided if self.decided else float("nan")
 
 
-@dataclass(frozen=True)
-class Ties:
-    """One measure of two configurations, over the samples of two traces.
+@record
+class Ties(Record):
+    """One measure of two configurations, over the samples of two traces."""
 
-    Attributes:
-        kind, distance: isolated or propagated, in a key of `DISTANCES`.
-        baseline, treatment: the configurations.
-        samples, left_out: those compared, and those whose first decoded token differs.
-        heads: heads of all samples compared.
-        by_difference: METHOD's rule; `alone` the rule of comparison.
-        share_interval: of the first one's share, mean over samples.
-    """
-
-    kind: str
-    distance: str
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    samples: int
-    left_out: int
-    heads: int
-    by_difference: Agreement
-    alone: Agreement
-    share_interval: Scalar
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-able numbers."""
-        rules = {name: getattr(self, name) for name in ("by_difference", "alone")}
-        told = {name: {**vars(rule), "share": rule.share} for name, rule in rules.items()}
-        numbers: dict[str, Any] = plain({**vars(self), **told})
-        return numbers
+    kind: str = column("isolated or propagated")
+    distance: str = column("l1, l2 or cosine")
+    baseline: EvictionConfig = column("what is compared with")
+    treatment: EvictionConfig = column("what is compared")
+    samples: int = column("samples whose first decoded token is the same in both types")
+    left_out: int = column("samples whose first decoded token differs")
+    heads: int = column("heads of all compared samples")
+    by_difference: Agreement = column("by METHOD's rule: a tie is a difference of at most two noise floors")
+    alone: Agreement = column("by each value alone: a tie is where both lie under three noise floors")
+    share_interval: Scalar = column("of the share by METHOD's rule, over samples")
 
 
 def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tuple[Ties, ...]:
-    """Every measure that both traces hold, for every pair of configurations that the two sides make.
+    """Compare each measure that both traces hold, for every pair of configurations that the two sides make.
 
     Raises TraceError where the traces are not of the same prompts and configurations, or no sample can be compared.
     """
     _check_alike(exact, rounded)
-    alike = _first_tokens(exact) == _first_tokens(rounded)
-    if not alike.any():
+    same = _first_tokens(exact) == _first_tokens(rounded)
+    if not same.any():
         msg = f"expected samples of {rounded.source} that decode the token of {exact.source} first, got none"
         raise TraceError(msg)
     measures = [
         (kind, distance) for kind in KINDS for distance in DISTANCES if _holds((exact, rounded), kind, distance)
     ]
-    sides = pairs(exact.run, baseline, treatment)
-    return tuple(_compare(exact, rounded, alike, *measure, pair) for pair in sides for measure in measures)
+    traces = Measurements(exact, ANALYSIS), Measurements(rounded, ANALYSIS)
+    return tuple(
+        _compare(*traces, same, *measure, pair)
+        for pair in pairs(exact.run, baseline, treatment)
+        for measure in measures
+    )
 
 
 def _holds(traces: tuple[Trace, Trace], kind: str, distance: str) -> bool:
@@ -113,17 +96,20 @@ def _first_tokens(trace: Trace) -> NDArray[np.int64]:
     return np.asarray(trace.get("token_id", ANALYSIS), dtype=np.int64)[:, 0]
 
 
-def _compare(exact: Trace, rounded: Trace, alike: NDArray[np.bool_], kind: str, distance: str, pair: Pair) -> Ties:
-    expected, _ = (rule[alike] for rule in _both_rules(exact, kind, distance, pair))
-    by_difference, alone = (rule[alike] for rule in _both_rules(rounded, kind, distance, pair))
-    shares = np.array([_agreement(one, other).share for one, other in zip(expected, by_difference, strict=True)])
+def _compare(
+    exact: Measurements, rounded: Measurements, same: NDArray[np.bool_], kind: str, distance: str, pair: Pair
+) -> Ties:
+    expected, _ = (rule[same] for rule in _both_rules(exact, kind, distance, pair))
+    by_difference, alone = (rule[same] for rule in _both_rules(rounded, kind, distance, pair))
+    each = zip(expected, by_difference, strict=True)
+    shares = np.array([_agreement(own, decided).share for own, decided in each])
     return Ties(
         kind=kind,
         distance=distance,
         baseline=pair[0],
         treatment=pair[1],
-        samples=int(alike.sum()),
-        left_out=int((~alike).sum()),
+        samples=int(same.sum()),
+        left_out=int((~same).sum()),
         heads=expected.size,
         by_difference=_agreement(expected, by_difference),
         alone=_agreement(expected, alone),
@@ -131,20 +117,20 @@ def _compare(exact: Trace, rounded: Trace, alike: NDArray[np.bool_], kind: str, 
     )
 
 
-def _both_rules(trace: Trace, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
-    """(sample, layer, head) verdicts of step 0: by the difference, with ties by identity; and by each value alone."""
-    sides = trace.config_index(pair[0].label()), trace.config_index(pair[1].label())
-    both, floor = perturbed(trace, kind, distance, sides, 0)
+def _both_rules(measured: Measurements, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
+    """Return (sample, layer, head) verdicts of step 0: by the difference, ties by identity; and by each value alone."""
+    sides = measured.index(pair[0]), measured.index(pair[1])
+    both, floor = perturbed(measured, kind, distance, sides)
     sign = np.sign(both[0] - both[1]).astype(np.int8)
     alone = np.where(np.maximum(*both) < ALONE_FLOORS * floor, np.int8(0), sign)
     return verdicts(*both, floor, distance), alone
 
 
-def _agreement(expected: Verdicts, found: Verdicts) -> Agreement:
-    decided = found != 0
+def _agreement(expected: Verdicts, rounded: Verdicts) -> Agreement:
+    decided = rounded != 0
     return Agreement(
         decided=int(decided.sum()),
-        agreeing=int((decided & (found == expected)).sum()),
-        opposite=int((decided & (found == -expected) & (expected != 0)).sum()),
+        agreeing=int((decided & (rounded == expected)).sum()),
+        opposite=int((decided & (rounded == -expected) & (expected != 0)).sum()),
         tied=int((decided & (expected == 0)).sum()),
     )

@@ -5,124 +5,136 @@ One kind of perturbation, isolated or propagated, of two configurations, head by
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import EVIDENCE, Floats, at_step, held_shares, prefill_seconds, values
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, prefill_seconds
 from perturbkv.analyses.pairing import OfPair
 from perturbkv.analyses.stats import intervals, permutation
-from perturbkv.analyses.stats.arithmetic import half_share, median, plain, quantiles, ratio
+from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, Scalar, share_of
-from perturbkv.analyses.stats.permutation import Decided
+from perturbkv.analyses.stats.permutation import SignFlips
+from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
+ANALYSIS = "heads"
+HEADS = ("layer", "head")
+"""Axes of what is measured per query head."""
 
-@dataclass(frozen=True)
-class HeadKind:
-    """One kind of perturbation, isolated or propagated.
+
+@record
+class HeadKind(Record):
+    """One kind of perturbation, isolated or propagated, head by head.
 
     Attributes:
-        baseline_mean, treatment_mean: (layer, head) mean over samples, in the distance's unit.
-        floor_mean: (layer, head) mean noise floor.
+        name: isolated, propagated, or empty.
+        baseline_mean, treatment_mean, noise_floor: (layer, head) means over samples, in the distance's unit.
         verdict: (layer, head) of these means: 1 improved, 0 tied, −1 worsened.
-        better_share: mean over samples of each sample's share of heads that are better, in [0, 1].
-        unflagged_better_share: the same of the heads with σ > 0.5; NaN where there is none.
-        sum_ratio: Σ treatment over Σ baseline, over heads and samples; NaN where the baseline's is 0.
-        median_ratio: the median head's treatment over baseline.
-        half_share: the share of heads that carry half of the baseline's sum.
         differences: (sample, layer, head) baseline − treatment, 0 where they are tied.
-        floor_relative_median, floor_relative_max: noise floor over the norm of o_h, over heads.
     """
 
-    baseline_mean: Floats
-    treatment_mean: Floats
-    floor_mean: Floats
-    verdict: NDArray[np.int8]
-    better_share: float
-    better_share_interval: Scalar
-    unflagged_better_share: float
-    sum_ratio: float
-    sum_ratio_interval: Scalar
-    median_ratio: float
-    median_ratio_interval: Scalar
-    half_share: float
+    SECTION = "heads of a kind"
+
+    name: str = column("isolated or propagated", heading="kind", json=False)
+    baseline_mean: Floats = column("of each head", dims=HEADS, json=False)
+    treatment_mean: Floats = column("the same of the treatment", dims=HEADS, json=False)
+    noise_floor: Floats = column("noise floor of each head", dims=HEADS, json=False)
+    verdict: NDArray[np.int8] = column("1 better, 0 tied, −1 worse", dims=HEADS, json=False)
+    better_share: float = column(
+        "mean over samples of each sample's share of better heads", unit="share", heading="#heads\nbetter"
+    )
+    better_share_interval: Scalar = interval()
+    unflagged_better_share: float = column("the same of the heads with σ > 0.5; NaN where there is none", unit="share")
+    sum_ratio: float = column(
+        "treatment over baseline, summed over heads and samples; NaN where the baseline's sum is 0",
+        heading="#sum over\nbaseline's",
+    )
+    sum_ratio_interval: Scalar = interval()
+    median_ratio: float = column("the median head's treatment over baseline", heading="#median\nhead's")
+    median_ratio_interval: Scalar = interval()
+    half_share: float = column(
+        "share of the heads that carries half of the baseline's sum",
+        unit="share",
+        key="half_of_the_sum_in_share_of_heads",
+    )
     differences: Floats
-    floor_relative_median: float
-    floor_relative_max: float
+    floor_relative_median: float = column("noise floor over ‖o_h‖, the median head", key="noise_floor_relative_median")
+    floor_relative_max: float = column("the same of the head where it is largest", key="noise_floor_relative_max")
 
     def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.floor_mean, self.verdict)}
+        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.noise_floor, self.verdict)}
         if len(shapes) != 1:
             msg = f"expected (layer, head) arrays of one shape, got {sorted(shapes)}"
             raise TraceError(msg)
 
-    @cached_property
-    def decided(self) -> Decided:
-        """Which heads are better or worse beyond chance; tested when it is first asked for."""
+    @derived()
+    def sign_flips(self) -> SignFlips:
+        """Heads that are better or worse beyond chance; above 0: better."""
         return permutation.decide(self.differences)
 
-    @property
-    def improved_count(self) -> int:
-        """Heads whose treatment perturbs less, by their means."""
+    @derived()
+    def improved(self) -> int:
+        """Heads whose mean over samples is lower than the baseline's by more than rounding."""
         return int((self.verdict == 1).sum())
 
-    @property
-    def tied_count(self) -> int:
-        """Heads whose means differ by no more than noise."""
+    @derived()
+    def tied(self) -> int:
+        """Heads whose means differ by at most two noise floors."""
         return int((self.verdict == 0).sum())
 
-    @property
-    def worsened_count(self) -> int:
-        """Heads whose treatment perturbs more, by their means."""
+    @derived()
+    def worsened(self) -> int:
+        """Heads whose mean is higher."""
         return int((self.verdict == -1).sum())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Numbers for summary.json."""
-        shown = ("better_share", "unflagged_better_share", "sum_ratio", "median_ratio")
-        found: dict[str, Any] = {
-            "improved": self.improved_count,
-            "tied": self.tied_count,
-            "worsened": self.worsened_count,
-            **{name: value for name, value in vars(self).items() if name.removesuffix("_interval") in shown},
-            "half_of_the_sum_in_share_of_heads": self.half_share,
-            "sign_flips": self.decided.to_dict(),
-            "baseline_mean": self.baseline_mean.mean(),
-            "treatment_mean": self.treatment_mean.mean(),
-            "noise_floor_relative_median": self.floor_relative_median,
-            "noise_floor_relative_max": self.floor_relative_max,
-        }
-        numbers: dict[str, Any] = plain(found)
-        return numbers
+    @derived(key="baseline_mean")
+    def baseline_overall(self) -> float:
+        """Mean over heads and samples, in the distance's unit."""
+        return float(self.baseline_mean.mean())
 
-    def records(self, named: Callable[[int], int]) -> list[dict[str, Any]]:
-        """A row per layer, by what `named` says, and head: both sides' means over samples, their floor, the verdict."""
-        return [
-            {
-                "layer": named(layer),
-                "head": head,
-                "baseline_mean": float(self.baseline_mean[layer, head]),
-                "treatment_mean": float(self.treatment_mean[layer, head]),
-                "floor_mean": float(self.floor_mean[layer, head]),
-                "verdict": int(verdict),
-            }
-            for layer, heads in enumerate(self.verdict)
-            for head, verdict in enumerate(heads)
-        ]
+    @derived(key="treatment_mean")
+    def treatment_overall(self) -> float:
+        """The same of the treatment."""
+        return float(self.treatment_mean.mean())
+
+    def case(self, name: str = "") -> Case:
+        """Return the sum's ratio as a case of a comparison; it is tied where every head is."""
+        return Case(name, self.sum_ratio, self.sum_ratio_interval, self.tied == self.verdict.size)
+
+    def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
+        """Yield a row per layer and head: labels, both sides' means over samples, their noise floor, the verdict."""
+        heads = range(self.verdict.shape[1])
+        return long_form(labels, {"layer": layers, "head": heads}, self.arrays(*HEADS))
 
 
 def compare_kind(
-    baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_], distance: str = "l1"
+    baseline: Floats,
+    treatment: Floats,
+    floor: Floats,
+    norm: Floats,
+    flagged: NDArray[np.bool_],
+    distance: str = "l1",
+    name: str = "",
 ) -> HeadKind:
-    """(sample, layer, head) each but `flagged` (layer, head): what is equal in both is a tie, and so is noise."""
+    """Compare (sample, layer, head) perturbations; what is equal in both is a tie, and so is noise.
+
+    Args:
+        baseline: (sample, layer, head), as all but `flagged`.
+        treatment: likewise.
+        floor: noise floor.
+        norm: ‖o_h‖ in the distance's unit.
+        flagged: (layer, head) True where σ ≤ 0.5.
+        distance: a key of `DISTANCES`.
+        name: of the kind.
+    """
     samples = len(baseline)
     means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
     each = verdicts(baseline, treatment, floor, distance)
@@ -135,9 +147,10 @@ def compare_kind(
         return np.asarray(quantiles(ratio(second, first), (0.5,), axis=1)[0])
 
     return HeadKind(
+        name=name,
         baseline_mean=means[0],
         treatment_mean=means[1],
-        floor_mean=means[2],
+        noise_floor=means[2],
         verdict=verdicts(means[0], means[1], means[2], distance),
         better_share=share[0],
         better_share_interval=share[1],
@@ -176,63 +189,95 @@ def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
     return float(middle), float(most)
 
 
-ANALYSIS = "heads"
-_PREFILLS = ("baseline", "treatment", "full")
-
-
-@dataclass(frozen=True, repr=False)
-class HeadComparison(OfPair):
-    """Two configurations compared head by head.
+@record
+class HeadComparison(OfPair, Record):
+    """A pair of configurations compared head by head.
 
     Attributes:
-        baseline, treatment: the configurations.
-        distance: l1, l2 or cosine.
-        step: decode step looked at.
-        isolated, propagated: the two kinds of perturbation.
         flagged: (layer, head) True where the treatment's mean σ is at most 0.5: no evidence for Theorem 3.
-        retained_mass: mean S of baseline and treatment, in [0, 1].
-        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
+        retained_mass, held: of baseline and treatment.
         prefill_seconds: of baseline's and treatment's own prefills, and of the full one; NaN where there is none.
         identity: of the run.
     """
 
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    distance: str
-    step: int
-    isolated: HeadKind
-    propagated: HeadKind
-    flagged: NDArray[np.bool_]
+    SECTION = "comparison"
+
+    baseline: EvictionConfig = column("what is compared with")
+    treatment: EvictionConfig = column("what is compared")
+    distance: str = column("l1, l2 or cosine")
+    step: int = column("decode step, from 0")
+    isolated: HeadKind = column("each layer cut on its own")
+    propagated: HeadKind = column("every earlier layer's error included")
+    flagged: NDArray[np.bool_] = column("True where the treatment's mean σ ≤ 0.5", dims=HEADS, json=False)
     retained_mass: tuple[float, float]
     held: tuple[float, float]
     prefill_seconds: tuple[float, float, float]
     identity: RunIdentity
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = {
-            "baseline": self.baseline,
-            "treatment": self.treatment,
-            "distance": self.distance,
-            "step": self.step,
-            "samples": self.identity.samples,
-            "failed_samples": self.identity.failed,
-            "samples_ended_before_step": self.identity.ended,
-            "heads": int(self.flagged.size),
-            "flagged_heads": [f"{self.identity.layer(layer)}-{head}" for layer, head in np.argwhere(self.flagged)],
-            "retained_mass_baseline": self.retained_mass[0],
-            "retained_mass_treatment": self.retained_mass[1],
-            "held_over_full_baseline": self.held[0],
-            "held_over_full_treatment": self.held[1],
-            **{
-                f"prefill_seconds_{name}": seconds
-                for name, seconds in zip(_PREFILLS, self.prefill_seconds, strict=True)
-            },
-            "isolated": self.isolated.to_dict(),
-            "propagated": self.propagated.to_dict(),
-        }
-        numbers: dict[str, Any] = plain(found)
-        return numbers
+    @derived()
+    def samples(self) -> int:
+        """Complete samples that have the step."""
+        return self.identity.samples
+
+    @derived()
+    def failed_samples(self) -> int:
+        """Samples that failed."""
+        return self.identity.failed
+
+    @derived()
+    def samples_ended_before_step(self) -> int:
+        """Complete samples whose text ends before the step."""
+        return self.identity.ended
+
+    @derived()
+    def heads(self) -> int:
+        """Query heads of all layers."""
+        return int(self.flagged.size)
+
+    @derived(json=False)
+    def flagged_count(self) -> int:
+        """Heads whose treatment's mean σ ≤ 0.5."""
+        return int(self.flagged.sum())
+
+    @derived()
+    def flagged_heads(self) -> list[str]:
+        """Layer-head where the treatment's mean σ ≤ 0.5: no evidence for Theorem 3."""
+        return [f"{self.identity.layer(layer)}-{head}" for layer, head in np.argwhere(self.flagged)]
+
+    @derived(unit="share")
+    def retained_mass_baseline(self) -> float:
+        """Mean S of the baseline, a share of the attention."""
+        return self.retained_mass[0]
+
+    @derived(unit="share")
+    def retained_mass_treatment(self) -> float:
+        """Mean S of the treatment."""
+        return self.retained_mass[1]
+
+    @derived(key="held_over_full_baseline")
+    def cache_share_baseline(self) -> float:
+        """Entries that the baseline's cache holds over those of the full cache."""
+        return self.held[0]
+
+    @derived(key="held_over_full_treatment", heading="#cache\nshare")
+    def cache_share(self) -> float:
+        """Entries that the treatment's cache holds over those of the full cache."""
+        return self.held[1]
+
+    @derived(unit="s")
+    def prefill_seconds_baseline(self) -> float | None:
+        """Of the baseline's own prefill, mean over samples; null: it has none."""
+        return self.prefill_seconds[0]
+
+    @derived(unit="s", heading="#prefill\ns")
+    def prefill_seconds_treatment(self) -> float | None:
+        """The same of the treatment."""
+        return self.prefill_seconds[1]
+
+    @derived(unit="s")
+    def prefill_seconds_full(self) -> float | None:
+        """Of the full prefill beside these; null: no configuration of the trace has its own."""
+        return self.prefill_seconds[2]
 
 
 def summarise(
@@ -243,55 +288,63 @@ def summarise(
     Raises TraceError where the trace has no complete sample, no such configuration, lacks the distance, or holds NaN
     in a complete sample; ConfigError where it has no such step, UnknownNameError for an unknown distance.
     """
+    return compare_pair(Measurements(trace, ANALYSIS, step), identity(trace, (baseline, treatment), step), distance)
+
+
+def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1") -> HeadComparison:
+    """Compare the two configurations of an identity head by head. Raises as `summarise`."""
     distance_of(distance)
-    held = at_step(trace, ANALYSIS, step)
-    sides = (held.config_index(baseline.label()), held.config_index(treatment.label()))
-    flagged = values(held, "sigma_stage1", ANALYSIS, step)[:, sides[1]].mean(axis=0) <= EVIDENCE
-    mass = values(held, "retained_mass", ANALYSIS, step).mean(axis=(0, 2, 3))
-    shares, (seconds, full) = held_shares(held, ANALYSIS), prefill_seconds(held)
-    kinds = [_kind(held, kind, distance, sides, step, flagged) for kind in ("isolated", "propagated")]
+    baseline, treatment = about.configs
+    sides = (measured.index(baseline), measured.index(treatment))
+    flagged = measured["sigma_stage1"][:, sides[1]].mean(axis=0) <= EVIDENCE
+    mass = measured["retained_mass"].mean(axis=(0, 2, 3))
+    shares, (seconds, full) = measured.cache_shares, prefill_seconds(measured.trace)
+    kinds = [_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
     return HeadComparison(
         baseline=baseline,
         treatment=treatment,
         distance=distance,
-        step=step,
+        step=measured.step or 0,
         isolated=kinds[0],
         propagated=kinds[1],
         flagged=flagged,
         retained_mass=(float(mass[sides[0]]), float(mass[sides[1]])),
         held=(float(shares[sides[0]]), float(shares[sides[1]])),
         prefill_seconds=(float(seconds[sides[0]]), float(seconds[sides[1]]), full),
-        identity=identity(trace, (baseline, treatment), step),
+        identity=about,
     )
 
 
 def _kind(
-    trace: Trace, kind: str, distance: str, sides: tuple[int, int], step: int, flagged: NDArray[np.bool_]
+    measured: Measurements, kind: str, distance: str, sides: tuple[int, int], flagged: NDArray[np.bool_]
 ) -> HeadKind:
-    both, floor = perturbed(trace, kind, distance, sides, step)
+    both, floor = perturbed(measured, kind, distance, sides)
     unit = distance_of(distance)
-    norm = np.ones_like(floor) if unit.angular else values(trace, f"output_norm{unit.suffix}", ANALYSIS, step)
-    return compare_kind(*both, floor, norm, flagged, distance)
+    norm = np.ones_like(floor) if unit.angular else measured[f"output_norm{unit.suffix}"]
+    return compare_kind(*both, floor, norm, flagged, distance, kind)
 
 
 def perturbed(
-    trace: Trace, kind: str, distance: str, sides: tuple[int, int], step: int
+    measured: Measurements, kind: str, distance: str, sides: tuple[int, int]
 ) -> tuple[tuple[Floats, Floats], Floats]:
-    """Baseline and treatment, and their noise floor: (sample, layer, head) each. `kind` is isolated or propagated.
+    """Return baseline and treatment, and their noise floor: (sample, layer, head) each.
 
-    Where the kept sets say that both are equal, the treatment is the baseline. Raises TraceError for what the trace
-    lacks.
+    Where the kept sets say that both are equal, the treatment is the baseline. `kind` is isolated or propagated. Raises
+    TraceError for what the trace lacks.
     """
-    found, floor = with_floor(trace, kind, distance, step)
-    same = {"isolated": equal_isolated, "propagated": equal_propagated}[kind](trace, *sides)
-    return tied(found, sides, same), floor
+    values, floor = with_floor(measured, kind, distance)
+    same = {"isolated": equal_isolated, "propagated": equal_propagated}[kind](measured.trace, *sides)
+    return tied(values, sides, same), floor
 
 
-def with_floor(trace: Trace, kind: str, distance: str, step: int) -> tuple[Floats, Floats]:
-    """(sample, config, layer, head) perturbation and (sample, layer, head) noise floor. Raises as `perturbed`."""
-    ending = distance_of(distance).suffix
-    found = values(trace, f"perturbation_{kind}{ending}", ANALYSIS, step)
-    return found, values(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{ending}", ANALYSIS, step)
+def with_floor(measured: Measurements, kind: str, distance: str) -> tuple[Floats, Floats]:
+    """Return (sample, config, layer, head) perturbation and (sample, layer, head) noise floor.
+
+    Raises as `perturbed`.
+    """
+    suffix = distance_of(distance).suffix
+    floor = f"noise_floor{'_isolated' if kind == 'isolated' else ''}{suffix}"
+    return measured[f"perturbation_{kind}{suffix}"], measured[floor]
 
 
 def tied(found: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -1,231 +1,41 @@
-"""Head by head, one baseline against one or several treatments: the result that a notebook holds (paper, figure 2).
-
-How comparisons of heads are told: in a sentence, in tables, in the notes beneath them.
-"""
+"""Heads compared one by one: a baseline against one or several treatments (paper, figure 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import isnan
 from typing import Any, overload
 
-import numpy as np
-
 from perturbkv.analyses import text
-from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, summarise
+from perturbkv.analyses.columns import Line, column, long_form, record
+from perturbkv.analyses.heads.head_comparison import ANALYSIS, HEADS, HeadComparison, HeadKind, compare_pair
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
+    Pair,
     Sides,
     checked,
-    choices,
-    common,
     counted,
-    folded,
     pair_columns,
+    pair_names,
     pairs,
+    pairs_title,
     short_names,
     side_names,
 )
 from perturbkv.analyses.result import Result, Sequenced
-from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, Outcome, capital
+from perturbkv.analyses.text import Case, comparisons, sample_note, sentence
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
-_PAIR = ["treatment", "#heads\n+ / = / −", "#beyond\nchance\n+ / −", "#share\nbetter", "#Σ over\nbaseline's",
-         "#median\nhead's", "#half\nof Σ in"]  # fmt: skip
-_PAIRS = ["treatment", "#held /\nfull", "", "#share\nbetter", "#Σ over\nbaseline's", "#beyond\nchance\n+ / −"]
-_LETTERS = 20
-"""Of a name in a table's first column."""
+_KINDS = ("isolated", "propagated")
 
 
-def conclusion(pairs: Sequence[HeadComparison]) -> str:
-    """What to conclude of one pair or of many: propagated first, and what isolated says beside it."""
-    return _of_pair(pairs[0]) if len(pairs) == 1 else _of_pairs(pairs)
-
-
-def tables(pairs: Sequence[HeadComparison]) -> list[Table | str]:
-    """Of one pair a table per kind, and what chance would give; of many one table, a row per pair and kind."""
-    return _pair_tables(pairs[0]) if len(pairs) == 1 else _pairs_table(pairs)
-
-
-def notes(pairs: Sequence[HeadComparison]) -> str:
-    """A line each on intervals, ties, chance, columns, caches and the noise floor."""
-    first, single = pairs[0].propagated, len(pairs) == 1
-    lines = [
-        text.about_intervals(pairs[0].identity.samples),
-        "+ / = / −: heads whose mean over samples is better, tied, worse than the baseline's." if single else "",
-        text.ABOUT_TIES,
-        f"Beyond chance: {text.about_power(first.decided)}",
-        "Share better: mean over samples of each sample's share of heads. Σ: of all heads"
-        + ("; half of Σ in: the share of heads that carries half of the baseline's." if single else "."),
-        "σ ≤ 0.5: heads that are no evidence for Theorem 3." if single else "",
-        "Isolated (isol.): each layer cut on its own; propagated (prop.): earlier layers' errors included.",
-        text.ABOUT_HELD,
-        _prefills(pairs),
-        text.about_floor(first.floor_relative_median),
-    ]
-    return "\n".join(filter(None, lines))
-
-
-def _prefills(pairs: Sequence[HeadComparison]) -> str:
-    """What prefills of their own took, beside the full one; empty where there are none."""
-    sides = [
-        side
-        for pair in pairs
-        for side in zip((pair.baseline, pair.treatment), pair.held, pair.prefill_seconds, strict=False)
-    ]
-    lined = {config: (share, seconds) for config, share, seconds in sides if not isnan(seconds)}
-    if not lined:
-        return ""
-    names = [name or config.label() for name, config in zip(short_names(tuple(lined)), lined, strict=True)]
-    told = [f"{name} {seconds:.2f} s ({text.percent(share)} looked at)"
-            for name, (share, seconds) in zip(names, lined.values(), strict=True)]  # fmt: skip
-    full = f"the full one {pairs[0].prefill_seconds[2]:.2f} s"
-    return f"Prefill, mean over samples, masks dense: {', '.join(told)}; {full}."
-
-
-def _of_pair(pair: HeadComparison) -> str:
-    baseline, treatment = side_names(pair.baseline, pair.treatment)
-    found, single = _outcome(pair, "propagated"), f"whether {treatment} moves the output less or more than {baseline}"
-    opening = {
-        LESS: f"{treatment} moves the output less than {baseline}: the propagated sum falls to",
-        MORE: f"{treatment} moves the output more than {baseline}: the propagated sum rises to",
-        ALIKE: f"{treatment} and {baseline} differ in no head beyond rounding: the propagated sum is",
-        UNDECIDED: f"it is not decided {single}: the propagated sum is",
-        FEW: f"{text.too_few(pair.identity.samples)} {single}: the propagated sum is",
-    }[found.verdict]
-    where = [counted(pair.identity.samples, "sample"), f"budget {pair.baseline.budget}", *_looked_at(pair)]
-    told = f"{capital(opening, treatment)} {found.shown} of {baseline}'s{_heads(pair, found)}"
-    return f"{told} ({', '.join(where)}). {_beside(pair, found)}"
-
-
-def _looked_at(pair: HeadComparison) -> list[str]:
-    """The distance and the step, where they are not the usual ones."""
-    distance = [] if pair.distance == "l1" else [str(DISTANCES[pair.distance])]
-    return distance + ([f"step {pair.step}"] if pair.step else [])
-
-
-def _outcome(pair: HeadComparison, kind: str, name: str = "") -> Outcome:
-    found: HeadKind = getattr(pair, kind)
-    tied = found.tied_count == found.verdict.size
-    return text.by_ratio(name, found.sum_ratio, found.sum_ratio_interval, tied, pair.identity.samples)
-
-
-def _heads(pair: HeadComparison, total: Outcome) -> str:
-    """The share of heads beside the sum, and whether it says otherwise."""
-    kind = pair.propagated
-    share = text.by_share("", kind.better_share, kind.better_share_interval, pair.identity.samples)
-    if total.verdict in (LESS, MORE) and share.verdict == UNDECIDED:
-        return f", though whether most heads move it less is not decided: {share.shown}"
-    word = {(LESS, LESS): "though only", (MORE, MORE): "though"}.get((total.verdict, share.verdict), "and")
-    return f", {word} {share.shown} of the heads move it less"
-
-
-def _beside(pair: HeadComparison, propagated: Outcome) -> str:
-    """What the isolated perturbation says: the same, or not."""
-    own, kind = _outcome(pair, "isolated"), pair.isolated
-    share = text.percent(kind.better_share, kind.better_share_interval)
-    numbers_too = f"{own.shown} of the sum, {share} of the heads"
-    if own.verdict == FEW:
-        return f"Isolated, each layer cut on its own: {numbers_too}."
-    word = {UNDECIDED: "not decided", ALIKE: "no difference beyond rounding"}.get(own.verdict, own.verdict)
-    if own.verdict == propagated.verdict:
-        same = f"{word} either" if own.verdict == UNDECIDED else f"{word} too"
-        return f"Isolated, each layer cut on its own, {same}: {numbers_too}."
-    return f"But isolated, each layer cut on its own, {word}: {numbers_too}."
-
-
-def _of_pairs(pairs: Sequence[HeadComparison]) -> str:
-    both = [side_names(pair.baseline, pair.treatment) for pair in pairs]
-    baselines, treatments = (list(dict.fromkeys(names[place] for names in both)) for place in (0, 1))
-    baseline = baselines[0] if len(baselines) == 1 else "its baseline"
-    treatment = treatments[0] if len(treatments) == 1 else "the treatment"
-    names, samples = _names(pairs, both), pairs[0].identity.samples
-    propagated, isolated = (
-        [_outcome(pair, kind, name) for pair, name in zip(pairs, names, strict=True)]
-        for kind in ("propagated", "isolated")
-    )
-    words = {LESS: f"less than {baseline}", MORE: "more"}
-    main = text.conclusion_of_many(propagated, f"{treatment} moves the output", words, samples)
-    few = any(one.verdict == FEW for one in isolated)
-    counts = "" if few else f"{text.tally_outcomes(isolated, {LESS: LESS, MORE: MORE})}, "
-    at = "".join(f", {words}" for words in _looked_at(pairs[0]))
-    return (
-        f"{capital(main, *treatments)}: the propagated sum over {baseline}'s goes "
-        f"{text.outcome_extremes(propagated)}{at}. Isolated, each layer cut on its own: "
-        f"{counts}{text.outcome_extremes(isolated)}."
-    )
-
-
-def _names(pairs: Sequence[HeadComparison], both: Sequence[tuple[str, str]]) -> list[str]:
-    """What tells each pair from the others: its sides where they are not all the same, and its setting."""
-    several = [len({names[place] for names in both}) > 1 for place in (0, 1)]
-    found = []
-    crossing = any(pair.baseline.policy.name != pair.treatment.policy.name for pair in pairs)
-    settings = text.settings([pair.baseline for pair in pairs], *(["policy"] if crossing else []))
-    for (first, second), words in zip(both, settings, strict=True):
-        own = f"{first} → {second}" if several[0] else second if several[1] else ""
-        found.append(" ".join(filter(None, (own and f"with {own}", words))))
-    return found
-
-
-def _pair_tables(pair: HeadComparison) -> list[Table | str]:
-    found: list[Table | str] = [f"baseline {pair.baseline.label()}"]
-    for kind in ("isolated", "propagated"):
-        title = f"{kind} perturbation, {DISTANCES[pair.distance]}"
-        found.append(Table(title, _PAIR, [[_treatment(pair), *_row(getattr(pair, kind))]]))
-        found.append(f"  {_name(pair)}: {text.about_flips(getattr(pair, kind).decided)}\n")
-    return found
-
-
-def _pairs_table(pairs: Sequence[HeadComparison]) -> list[Table | str]:
-    """A row per pair and kind; JSON holds the rest."""
-    shared = common([side for pair in pairs for side in (pair.baseline, pair.treatment)])
-    baselines = ", ".join(dict.fromkeys(side_names(pair.baseline, pair.treatment)[0] for pair in pairs))
-    rows = []
-    for pair, words in zip(pairs, short_names([pair.baseline for pair in pairs], "selection"), strict=True):
-        rows.append([folded(_name(pair), _LETTERS), text.held(pair.held[1]), "isol.", *_short_row(pair.isolated)])
-        rows.append([folded(words, _LETTERS), "", "prop.", *_short_row(pair.propagated)])
-    title = f"isolated and propagated perturbation, {DISTANCES[pairs[0].distance]}"
-    return [f"baseline {baselines} · {shared}", Table(title, _PAIRS, rows)]
-
-
-def _short_row(kind: HeadKind) -> list[str]:
-    return [
-        text.percent(kind.better_share, kind.better_share_interval),
-        text.decimal(kind.sum_ratio, kind.sum_ratio_interval),
-        f"{kind.decided.better}/{kind.decided.worse}",
-    ]
-
-
-def _row(kind: HeadKind) -> list[str]:
-    return [
-        text.verdicts(kind.verdict),
-        f"{kind.decided.better}/{kind.decided.worse}",
-        text.percent(kind.better_share, kind.better_share_interval, "\n"),
-        text.decimal(kind.sum_ratio, kind.sum_ratio_interval, apart="\n"),
-        text.decimal(kind.median_ratio, kind.median_ratio_interval, apart="\n"),
-        text.percent(kind.half_share),
-    ]
-
-
-def _name(pair: HeadComparison) -> str:
-    """The treatment in as few words as tell it from its baseline."""
-    (baseline, _), (policy, selection) = choices(pair.baseline, pair.treatment)
-    return selection if policy == baseline else f"{policy}:{selection}"
-
-
-def _treatment(pair: HeadComparison) -> str:
-    """The treatment, what both caches hold, and how many of its heads are flagged."""
-    held = " → ".join(text.held(share) for share in pair.held)
-    return "\n".join([folded(_name(pair), _LETTERS), f"held {held}", f"σ ≤ 0.5: {int(pair.flagged.sum())}"])
-
-
-@dataclass(frozen=True, repr=False)
+@record
 class HeadComparisons(Sequenced[HeadComparison], Result):
     """Comparisons of two configurations each, head by head; a sequence of them, whose slices are results again.
 
@@ -236,7 +46,10 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         identity: of the run, with every configuration that is compared.
     """
 
-    members: tuple[HeadComparison, ...]
+    SECTION = "heads"
+    SHOWN = ("name", "cache_share", "better_share", "sum_ratio", "counts")
+
+    members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity
 
     def __post_init__(self) -> None:
@@ -245,40 +58,108 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
             raise ConfigError(msg)
 
     @overload
-    def __getitem__(self, place: int) -> HeadComparison: ...
+    def __getitem__(self, index: int) -> HeadComparison: ...
 
     @overload
-    def __getitem__(self, place: slice) -> HeadComparisons: ...
+    def __getitem__(self, index: slice) -> HeadComparisons: ...
 
-    def __getitem__(self, place: int | slice) -> HeadComparison | HeadComparisons:
-        if not isinstance(place, slice):
-            return self.members[place]
-        held = self.members[place]
-        return HeadComparisons(held, replace(self.identity, configs=_shown(held)))
+    def __getitem__(self, index: int | slice) -> HeadComparison | HeadComparisons:
+        if not isinstance(index, slice):
+            return self.members[index]
+        members = self.members[index]
+        return HeadComparisons(members, replace(self.identity, configs=_configs(members)))
 
     def conclusion(self) -> str:
-        """Whether the treatment moves the attention output less, propagated and isolated, with intervals and n."""
-        return conclusion(self.members)
+        """Return whether the treatment perturbs the heads less, propagated, and how many of them."""
+        pairs, first = self._pairs(), self.members[0].propagated
+        clause = comparisons(pairs, self._cases("propagated"))
+        heads = text.percent(first.better_share, first.better_share_interval)
+        share = [f"{heads} of the heads better"] if len(self) == 1 else []
+        where = ["propagated, sum over heads", *share, *self._settings(), sample_note(self.identity.samples)]
+        return sentence(f"{clause} ({'; '.join(where)})", *(side_names(*pair)[1] for pair in pairs))
 
-    def tables(self) -> Sequence[Table | str]:
-        """Of one pair a table per kind of perturbation; of several one table, two rows each."""
-        return tables(self.members)
+    def title(self) -> str:
+        """Return the distance, both sides, and what all configurations share."""
+        return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(self._pairs())}"
 
-    def notes(self) -> str:
-        """What intervals, ties and columns mean, a line each."""
-        return notes(self.members)
+    def lines(self) -> Sequence[Line]:
+        """Return a line per pair and kind of perturbation."""
+        return [
+            Line(name if kind is pair.isolated else "", (kind, pair, kind.sign_flips))
+            for pair, name in zip(self.members, pair_names(self._pairs()), strict=True)
+            for kind in (pair.isolated, pair.propagated)
+        ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """`comparisons`: one object per pair, as `docs/json.md` says."""
-        return {"comparisons": [pair.to_dict() for pair in self.members]}
+    def caveats(self) -> Sequence[str]:
+        """Return where isolated perturbation or Theorem 3 says otherwise or nothing, and whether tests can decide."""
+        return [*self._disagreement(), *self._power(), *self._flagged()]
+
+    def details(self) -> Sequence[Part]:
+        """Return how tests, ties and floors are to be read, and what prefills of their own took."""
+        tests = self.members[0].propagated.sign_flips
+        together = tests.least_tests
+        power = "no head can be decided" if not together else f"{counted(together, 'head')} must reach it"
+        return [
+            text.TIES_NOTE,
+            f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
+            f"{tests.smallest:.2g}: {power}. Without any effect p ≤ 0.05 in {tests.chance_mean:.1f} heads.",
+            text.noise_floor_note(self.members[0].propagated.floor_relative_median),
+            *self._prefills(),
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per pair × kind × layer × head.
+        """Return a row per pair × kind × layer × head.
 
-        Means over samples and the noise floor are in the distance's unit; `verdict` is that of the means, `decided`
+        Means over samples and the noise floor are in the distance's unit; `verdict` is that of the means, `significant`
         that of the corrected tests: 1 less than the baseline, 0 tied or undecided, −1 more; `flagged`: σ ≤ 0.5.
         """
-        return [row for pair in self.members for kind in ("isolated", "propagated") for row in _rows(pair, kind)]
+        return [row for pair in self.members for kind in (pair.isolated, pair.propagated) for row in _rows(pair, kind)]
+
+    def _pairs(self) -> list[Pair]:
+        return [(pair.baseline, pair.treatment) for pair in self.members]
+
+    def _cases(self, kind: str) -> list[Case]:
+        kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
+        return [each.case(name) for name, each in zip(pair_names(self._pairs()), kinds, strict=True)]
+
+    def _settings(self) -> list[str]:
+        """Return the distance and the step, where they are not the usual ones."""
+        first = self.members[0]
+        distance = [] if first.distance == "l1" else [str(DISTANCES[first.distance])]
+        return distance + ([f"step {first.step}"] if first.step else [])
+
+    def _disagreement(self) -> list[str]:
+        """Return in how many pairs isolated and propagated perturbation have different verdicts."""
+        verdicts = ([case.verdict for case in self._cases(kind)] for kind in _KINDS)
+        different = sum(isolated != propagated for isolated, propagated in zip(*verdicts, strict=True))
+        if not different or len(self) > 1:
+            return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
+        (case,) = self._cases("isolated")
+        return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
+
+    def _power(self) -> list[str]:
+        """Return that no head can be significant, where samples are too few for that."""
+        tests = self.members[0].propagated.sign_flips
+        return [] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]
+
+    def _flagged(self) -> list[str]:
+        flagged, heads = (sum(getattr(pair, name) for pair in self.members) for name in ("flagged_count", "heads"))
+        return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
+
+    def _prefills(self) -> list[str]:
+        """Return how long prefills of their own took, beside the full one; nothing where there are none."""
+        seconds = {
+            config: own
+            for pair in self.members
+            for config, own in zip((pair.baseline, pair.treatment), pair.prefill_seconds, strict=False)
+            if not isnan(own)
+        }
+        if not seconds:
+            return []
+        names = [name or config.label() for name, config in zip(short_names(list(seconds)), seconds, strict=True)]
+        own = ", ".join(f"{name} {value:.2f} s" for name, value in zip(names, seconds.values(), strict=True))
+        full = self.members[0].prefill_seconds_full
+        return [f"Prefill, mean over samples, masks dense: {own}; the full one {full:.2f} s."]
 
 
 def compare_heads(
@@ -289,7 +170,7 @@ def compare_heads(
     step: int = 0,
     distance: str = "l1",
 ) -> HeadComparisons:
-    """Which heads does a selection help, and by how much? Perturbation per query head (paper, figure 2; METHOD).
+    """Compare selections head by head: perturbation per query head (paper, figure 2; METHOD).
 
     Every treatment is compared with the baseline wherever the trace holds both with the same budget, α and so on: one
     pair each. Only complete samples that have the step count.
@@ -308,40 +189,32 @@ def compare_heads(
     step that it does not have, and for sides that are no names; UnknownNameError for an unknown distance.
 
     >>> import perturbkv as pk
-    >>> found = pk.compare_heads(trace, "attention", "two-stage")
-    >>> len(found), found[0].propagated.verdict.shape  # (layer, head)
+    >>> result = pk.compare_heads(trace, "attention", "two-stage")
+    >>> len(result), result[0].propagated.verdict.shape  # (layer, head)
     (1, (2, 2))
-    >>> shown = found.to_frame().query("kind == 'propagated'")
-    >>> shown["verdict"].tolist() == found[0].propagated.verdict.ravel().tolist()
+    >>> rows = result.to_frame().query("kind == 'propagated'")
+    >>> rows["verdict"].tolist() == result[0].propagated.verdict.ravel().tolist()
     True
     """
-    found = [
+    chosen = [
         pair for treatment in checked(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
     ]
-    order = list(dict.fromkeys(first for first, _ in found))
-    found.sort(key=lambda pair: order.index(pair[0]))
-    compared = tuple(summarise(trace, *pair, step=step, distance=distance) for pair in found)
-    return HeadComparisons(compared, identity(trace, _shown(compared), step))
+    order = list(dict.fromkeys(first for first, _ in chosen))
+    chosen.sort(key=lambda pair: order.index(pair[0]))
+    measured = Measurements(trace, ANALYSIS, step)
+    members = tuple(compare_pair(measured, identity(trace, pair, step), distance) for pair in chosen)
+    return HeadComparisons(members, identity(trace, _configs(members), step))
 
 
-def _shown(pairs: Sequence[HeadComparison]) -> tuple[EvictionConfig, ...]:
-    """Every configuration once."""
+def _configs(pairs: Sequence[HeadComparison]) -> tuple[EvictionConfig, ...]:
+    """Return every configuration once."""
     return tuple(dict.fromkeys(side for pair in pairs for side in (pair.baseline, pair.treatment)))
 
 
-def _rows(pair: HeadComparison, name: str) -> Iterator[dict[str, Any]]:
-    kind = getattr(pair, name)
-    about = {**pair_columns(pair.baseline, pair.treatment), "distance": pair.distance, "step": pair.step, "kind": name}
-    for here in np.ndindex(kind.verdict.shape):
-        yield {
-            **about,
-            "layer": pair.identity.layer(here[0]),
-            "head": here[1],
-            "baseline_mean": float(kind.baseline_mean[here]),
-            "treatment_mean": float(kind.treatment_mean[here]),
-            "noise_floor": float(kind.floor_mean[here]),
-            "verdict": int(kind.verdict[here]),
-            "decided": int(kind.decided.verdict[here]),
-            "p": float(kind.decided.p[here]),
-            "flagged": bool(pair.flagged[here]),
-        }
+def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:
+    sides = pair_columns(pair.baseline, pair.treatment)
+    labels = {**sides, "distance": pair.distance, "step": pair.step, "kind": kind.name}
+    layers, heads = (range(size) for size in kind.verdict.shape)
+    axes = {"layer": [pair.identity.layer(layer) for layer in layers], "head": heads}
+    arrays = {**kind.arrays(*HEADS), **kind.sign_flips.arrays(*HEADS), **pair.arrays(*HEADS)}
+    return list(long_form(labels, axes, arrays))

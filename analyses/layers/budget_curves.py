@@ -1,248 +1,271 @@
-"""How much cache can go? Last-layer drift, KL and top-1 agreement against the budget (paper, figure 3c).
-
-One selection over its budgets: last-layer drift, KL and top-1 agreement (paper, figure 3c).
-
-How curves over budgets are told: in a sentence, in a table, in the notes beneath it.
-"""
+"""How much of a cache can go: last-layer drift, KL and top-1 agreement against the budget (paper, figure 3c)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import pairing, text
+from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import distances
-from perturbkv.analyses.measurements import Floats, at_step, held_shares, kept_share, values
-from perturbkv.analyses.pairing import Sides, checked, counted, folded, sweeps
+from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.pairing import Sides, checked, common, counted, sweeps
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain, ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval
-from perturbkv.analyses.text import Outcome
+from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, Scalar
+from perturbkv.analyses.text import extremes
+from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers --budgets"
+BUDGET = ("budget",)
+_MOST_CURVES = 2
+"""More curves than these are summed up by the least and the largest share."""
 
 
-@dataclass(frozen=True)
-class BudgetCurve:
-    """One selection over its budgets, smallest first.
+@record
+class Quantities(Record):
+    """Quantities of a curve, each (budget,) over samples."""
 
-    Attributes:
-        name: selection, and whatever tells the curve from the others.
-        configs: its configurations.
-        kept: (budget,) mean share of the prompt's entries kept, in (0, 1].
-        medians: quantity -> (budget,) over samples: last-layer drift, KL(full ‖ evicted) in nats; and `top1`, the
-            share of samples whose next token is the full run's.
-        means: the same as means over samples, most of which a single prompt can make.
-        held: (budget,) entries that the cache holds over those of the full cache; NaN where the trace does not tell.
-        intervals: of the medians and of the share, for each budget; None for one sample.
-        mean_intervals: of the means.
-        cliff: the neighbouring budgets between which the median KL rises most per halving of the budget; None where it
-            rises nowhere, or for one budget.
-    """
+    drift: Floats = column("drift after the last layer, in the distance's unit", dims=BUDGET)
+    kl: Floats = column("KL(full ‖ evicted) of the next token", unit="nat", dims=BUDGET)
+    top1: Floats = column("share of samples whose next token is the full run's", unit="share", dims=BUDGET)
 
-    name: str
-    configs: tuple[EvictionConfig, ...]
-    kept: Floats
-    held: Floats
-    medians: dict[str, Floats]
-    means: dict[str, Floats]
-    intervals: dict[str, Band]
-    mean_intervals: dict[str, Band]
-    cliff: tuple[Budget, Budget] | None
 
-    @property
+@record
+class Bands(Record):
+    """Intervals of a curve's quantities, for each budget; None of one sample."""
+
+    drift: Band = column("intervals of the drift")
+    kl: Band = column("intervals of KL")
+    top1: Band = column("exact intervals of the share of samples")
+
+
+@record
+class BudgetPoint(Record):
+    """One configuration of a curve, as the table shows it."""
+
+    kept: float = column("share of a head's entries that is kept, mean over heads and samples", unit="share",
+                         heading="#kept of\na head")  # fmt: skip
+    cache_share: float = column("entries that the cache holds over those of the full cache", heading="#cache\nshare")
+    drift: float = column("drift after the last layer, median over samples", heading="#drift,\nmedian",
+                          text=text.significant)  # fmt: skip
+    drift_interval: Scalar = interval()
+    kl: float = column("KL(full ‖ evicted) of the next token, median over samples", unit="nat",
+                       heading="#KL, nat,\nmedian", text=text.significant)  # fmt: skip
+    kl_interval: Scalar = interval()
+    top1: float = column("share of samples whose next token is the full run's", unit="share", heading="#same\ntoken")
+    top1_interval: Scalar = interval("exact (Clopper–Pearson)")
+
+
+@record
+class BudgetCurve(Record):
+    """One selection over its budgets, smallest first."""
+
+    name: str = column("selection, and whatever tells the curve from the others")
+    configs: tuple[EvictionConfig, ...] = column("configuration of each budget")
+    kept: Floats = column("mean share of a head's entries that is kept", dims=BUDGET)
+    cache_shares: Floats = column(
+        "entries that the cache holds over those of the full cache; null where the trace does not tell",
+        key="held",
+        dims=BUDGET,
+    )
+    medians: Quantities = column("medians over samples; top1 is a share of samples")
+    means: Quantities = column("means over samples, most of which a single prompt can make")
+    intervals: Bands = column("intervals of the medians, and of top1")
+    mean_intervals: Bands = column("intervals of the means, and of top1")
+    cliff: tuple[Budget, Budget] | None = column(
+        "two neighbouring budgets, the larger first, between which median KL rises most per halving of the kept share; "
+        "null where it rises nowhere, or for one budget"
+    )
+
+    @derived()
     def budgets(self) -> tuple[Budget, ...]:
-        """(budget,) as the user gave them."""
+        """Budgets as given, smallest first; an integer is entries, another number a share of the prompt."""
         return tuple(config.budget for config in self.configs)
 
+    def at(self, index: int) -> BudgetPoint:
+        """Return the configuration at an index, with the intervals of its numbers."""
+        return BudgetPoint(
+            kept=float(self.kept[index]),
+            cache_share=float(self.cache_shares[index]),
+            drift=float(self.medians.drift[index]),
+            drift_interval=text.interval_at(self.intervals.drift, index),
+            kl=float(self.medians.kl[index]),
+            kl_interval=text.interval_at(self.intervals.kl, index),
+            top1=float(self.medians.top1[index]),
+            top1_interval=text.interval_at(self.intervals.top1, index),
+        )
 
-def curve(trace: Trace, name: str, places: list[int], measured: dict[str, Floats]) -> BudgetCurve:
-    """The curve of the configurations at `places`; `measured`: quantity -> (sample, config). Raises TraceError."""
-    kept = np.array([kept_share(trace, place, ANALYSIS) for place in places])
+
+def budget_curve(measured: Measurements, name: str, indices: Sequence[int], distance: str) -> BudgetCurve:
+    """Return the curve of the configurations at some indices. Raises TraceError for what the trace lacks."""
+    kept = np.array([_kept_share(measured, index) for index in indices])
     rising = np.argsort(kept, kind="stable")
-    ordered = [places[index] for index in rising]
-    over = {quantity: array[:, ordered] for quantity, array in measured.items()}
-    configs = tuple(trace.run.configs[place] for place in ordered)
-    means = {quantity: array.mean(axis=0) for quantity, array in over.items()}
-    medians = {quantity: np.median(over[quantity], axis=0) for quantity in ("drift", "kl")} | {"top1": means["top1"]}
-    agreeing = _agreeing(over["top1"] > 0)
+    ordered = [indices[index] for index in rising]
+    drift, kl, top1 = (
+        array[:, ordered]
+        for array in (distances(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
+    )
+    configs, same = tuple(measured.trace.run.configs[index] for index in ordered), top1.mean(axis=0)
+    agreement = _of_shares(top1 > 0)
     return BudgetCurve(
         name=name,
         configs=configs,
         kept=kept[rising],
-        held=held_shares(trace, ANALYSIS)[ordered],
-        medians=medians,
-        means=means,
-        intervals={quantity: intervals.of_medians(over[quantity]) for quantity in ("drift", "kl")} | {"top1": agreeing},
-        mean_intervals={quantity: _of_means(over[quantity]) for quantity in ("drift", "kl")} | {"top1": agreeing},
-        cliff=_cliff([config.budget for config in configs], kept[rising], medians["kl"]),
+        cache_shares=measured.cache_shares[ordered],
+        medians=Quantities(np.median(drift, axis=0), np.median(kl, axis=0), same),
+        means=Quantities(drift.mean(axis=0), kl.mean(axis=0), same),
+        intervals=Bands(intervals.of_medians(drift), intervals.of_medians(kl), agreement),
+        mean_intervals=Bands(_of_means(drift), _of_means(kl), agreement),
+        cliff=_cliff([config.budget for config in configs], kept[rising], np.median(kl, axis=0)),
     )
+
+
+def _kept_share(measured: Measurements, index: int) -> float:
+    """Return the mean share of the prompt's entries that a configuration keeps; in (0, 1]."""
+    return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
 
 
 def _of_means(array: Floats) -> Band:
     return intervals.band(lambda weights: weights @ array, len(array), POSITIVE)
 
 
-def _agreeing(same: NDArray[np.bool_]) -> Band:
-    """The exact interval of each budget's share of samples with the same token."""
-    found = [interval for interval in map(intervals.of_samples, same.T) if interval]
-    if not found:
-        return None
-    return Interval(np.array([one.low for one in found]), np.array([one.high for one in found]))
+def _of_shares(same: NDArray[np.bool_]) -> Band:
+    """Return the exact interval of each budget's share of samples with the same token."""
+    each = [interval for interval in map(intervals.of_samples, same.T) if interval]
+    return Interval(np.array([one.low for one in each]), np.array([one.high for one in each])) if each else None
 
 
 def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
-    """Where KL rises most per halving of the kept share."""
+    """Return the budgets between which KL rises most per halving of the kept share."""
     if len(budgets) < 2:
         return None
     rise = np.asarray(ratio(kl[:-1] - kl[1:], np.log2(kept[1:] / kept[:-1])))
     if not (rise > 0).any():
         return None
-    place = int(np.nanargmax(rise))
-    return budgets[place + 1], budgets[place]
+    index = int(np.nanargmax(rise))
+    return budgets[index + 1], budgets[index]
 
 
-_COLUMNS = ["selection", "budget", "#kept", "#held /\nfull", "#drift,\nmedian", "#KL, nat,\nmedian", "#same\ntoken"]
-_SAID_SINGLY = 2
-"""More curves than these make a sentence that nobody reads."""
-
-
-def conclusion(curves: Sequence[BudgetCurve], samples: int) -> str:
-    """How often the next token is the full run's: of one or two curves at both ends, of many the least and the most."""
-    counts = f"({counted(samples, 'sample')})"
-    if len(curves) > _SAID_SINGLY:
-        every = [_shown(one, place) for one in curves for place in range(len(one.budgets))]
-        ends = text.outcome_extremes(every)
-        return f"The next token is the full run's in a share of samples that goes {ends} {counts}."
-    told = "; ".join(f"{one.name} {_ends(one)}" for one in curves)
-    return f"The next token is the full run's with {told} {counts}."
-
-
-def _shown(one: BudgetCurve, place: int) -> Outcome:
-    share, interval = float(one.medians["top1"][place]), text.at(one.intervals["top1"], place)
-    return text.by_share(f"with {one.name} at budget {one.budgets[place]}", share, interval, 0)
-
-
-def _ends(one: BudgetCurve) -> str:
-    """'in 25 % [3, 65] of samples at budget 0.01, 88 % [47, 100] at 0.4': at the smallest budget and at the largest."""
-    shown = [_shown(one, place).shown for place in (0, len(one.budgets) - 1)]
-    first = f"in {shown[0]} of samples at budget {one.budgets[0]}"
-    return first if len(one.budgets) == 1 else f"{first}, {shown[1]} at {one.budgets[-1]}"
-
-
-def tables(curves: Sequence[BudgetCurve]) -> list[Table | str]:
-    """A row per selection and budget; beneath, where KL rises most."""
-    rows = [_row(one, place) for one in curves for place in range(len(one.budgets))]
-    cliffs = [
-        f"{one.name}: median KL rises most per halving of the budget from {one.cliff[0]} to {one.cliff[1]}"
-        for one in curves
-        if one.cliff
-    ]
-    return [Table("how much cache can go", _COLUMNS, rows), *(["\n".join([*cliffs, ""])] if cliffs else [])]
-
-
-def _row(one: BudgetCurve, place: int) -> list[str]:
-    ends = {name: text.at(band, place) for name, band in one.intervals.items()}
-    return [
-        folded(one.name) if place == 0 else "",
-        str(one.budgets[place]),
-        text.percent(float(one.kept[place])),
-        text.held(float(one.held[place])),
-        text.significant(float(one.medians["drift"][place]), ends["drift"]),
-        text.significant(float(one.medians["kl"][place]), ends["kl"]),
-        text.percent(float(one.medians["top1"][place]), ends["top1"], "\n"),
-    ]
-
-
-def notes(curves: Sequence[BudgetCurve], samples: int, kl_floor: float) -> str:
-    """A line each on intervals, columns, caches and the noise floor."""
-    lines = [
-        text.about_intervals(samples, medians=True),
-        text.about_shares(samples),
-        text.ABOUT_DRIFT,
-        "Same token: share of samples whose next token is the full run's.",
-        text.about_held(float(share) for one in curves for share in one.held),
-        f"Noise floor of KL: {kl_floor:.1e} nat (median).",
-    ]
-    return "\n".join(dict.fromkeys(lines))
-
-
-@dataclass(frozen=True, repr=False)
+@record
 class BudgetCurves(Sequenced[BudgetCurve], Result):
-    """How much cache can go: curves of several selections over their budgets.
+    """How much of a cache can go: curves of several selections over their budgets.
 
     Attributes:
         members: one per selection and setting.
-        distance: of the drift: l1, l2 or cosine.
-        kl_floor: median KL with everything kept, in nats: rounding.
-        step: decode step looked at.
         identity: of the run.
     """
 
-    members: tuple[BudgetCurve, ...]
-    distance: str
-    kl_floor: float
-    step: int
+    SECTION = "layers"
+    KEY = "budgets"
+    SHOWN = ("kept", "cache_share", "drift", "kl", "top1")
+
+    members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
+    distance: str = column("distance of the drift: l1, l2 or cosine")
+    kl_floor: float = column("median KL with everything kept, which is rounding", unit="nat", key="kl_noise_floor")
+    step: int = column("decode step, from 0")
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """How often the next token is the full run's, at the largest budget and at the smallest."""
-        return conclusion(self.members, self.identity.samples)
+        """Return how often the next token is the full run's, at the smallest budget and at the largest."""
+        counts = f"(n = {counted(self.identity.samples, 'sample')})"
+        if len(self.members) > _MOST_CURVES:
+            every = [
+                (f"b={budget} of {curve.name}", *_agreement(curve, index))
+                for curve in self.members
+                for index, budget in enumerate(curve.budgets)
+            ]
+            return f"The share of samples whose next token is the full run's goes from {extremes(every)} {counts}."
+        clauses = (f"{_ends(curve)} of samples with {curve.name}" for curve in self.members)
+        return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
 
-    def tables(self) -> Sequence[Table | str]:
-        """A row per selection and budget; beneath, where KL rises most."""
-        return tables(self.members)
+    def title(self) -> str:
+        """Return the distance, and what all configurations share."""
+        shared = common(self.identity.configs, "budget")
+        return f"{DISTANCES[self.distance]} drift after the last layer and next token by budget: {shared}"
 
-    def notes(self) -> str:
-        """What intervals, drift, caches and the noise floor are, a line each."""
-        return notes(self.members, self.identity.samples, self.kl_floor)
+    def lines(self) -> Sequence[Line]:
+        """Return a line per selection and budget."""
+        return [
+            Line(f"{curve.name} b={budget}", (curve.at(index),))
+            for curve in self.members
+            for index, budget in enumerate(curve.budgets)
+        ]
+
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, exact=True, medians=True)
+
+    def caveats(self) -> Sequence[str]:
+        """Return why cache shares exceed 1, where some do."""
+        above = any((curve.cache_shares > 1).any() for curve in self.members)
+        return [f"Cache share: {text.ABOVE_FULL}"] if above else []
+
+    def details(self) -> Sequence[Part]:
+        """Return where KL rises most, and the noise floor."""
+        cliffs = [
+            f"{curve.name}: median KL rises most per halving of the budget from {curve.cliff[0]} to {curve.cliff[1]}."
+            for curve in self.members
+            if curve.cliff
+        ]
+        return [*cliffs, f"Noise floor of KL: {self.kl_floor:.1e} nat (median)."]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per selection and budget: medians over samples of drift and KL (nat), the share with the same token.
+        """Return a row per selection and budget: medians over samples of drift and KL (nat), the share of equal tokens.
 
         `kept` is the share of a head's entries, `held` that of the whole cache.
         """
-        return [row for one in self.members for row in _rows(one, self.distance, self.step)]
+        return [row for curve in self.members for row in self._rows(curve)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {
+    def _rows(self, curve: BudgetCurve) -> Iterator[dict[str, Any]]:
+        for index, config in enumerate(curve.configs):
+            yield {
+                "curve": curve.name,
+                "config": config.label(),
+                "policy": config.policy.name,
+                "selection": config.selection.name,
+                "budget": config.budget.value,
                 "distance": self.distance,
                 "step": self.step,
-                "kl_noise_floor": self.kl_floor,
-                "curves": [{**vars(curve), "budgets": curve.budgets} for curve in self.members],
+                "kept": float(curve.kept[index]),
+                "held": float(curve.cache_shares[index]),
+                **{name: float(array[index]) for name, array in curve.medians.arrays(*BUDGET).items()},
             }
-        )
-        return document
+
+
+def _agreement(curve: BudgetCurve, index: int) -> tuple[float, str]:
+    """Return the share of samples with the same token, and its text."""
+    point = curve.at(index)
+    return point.top1, text.percent(point.top1, point.top1_interval)
+
+
+def _ends(curve: BudgetCurve) -> str:
+    """Return '25 % [3, 65] (b=0.01) to 88 % [47, 100] (b=0.4)': at the smallest budget and at the largest."""
+    ends = dict.fromkeys((0, len(curve.budgets) - 1))
+    return " to ".join(f"{_agreement(curve, index)[1]} (b={curve.budgets[index]})" for index in ends)
 
 
 def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: int = 0) -> BudgetCurves:
-    """One curve per side (a selection, a policy, or policy:selection) and setting.
+    """Return a curve per side (a selection, a policy, or policy:selection) and setting.
 
     Raises TraceError where the trace holds no configuration of a side, and as `drift.summarise`.
     """
-    held = at_step(trace, ANALYSIS, step)
-    found = [places for side in sides for places in sweeps(held.run, side)]
-    measured = {
-        "drift": distances(held, distance, ANALYSIS, step)[:, :, -1],
-        "kl": values(held, "logit_kl", ANALYSIS, step),
-        "top1": values(held, "top1_agreement", ANALYSIS, step),
-    }
-    names = pairing.curve_names([held.run.configs[places[0]] for places in found])
-    curves = tuple(curve(held, name, places, measured) for name, places in zip(names, found, strict=True))
+    measured = Measurements(trace, ANALYSIS, step)
+    run = measured.trace.run
+    groups = [indices for side in sides for indices in sweeps(run, side)]
+    names = pairing.curve_names([run.configs[indices[0]] for indices in groups])
+    curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
+    floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]
-    floor = float(np.median(values(held, "logit_kl_noise_floor", ANALYSIS, step)))
     return BudgetCurves(curves, distance, floor, step, identity(trace, shown, step))
 
 
@@ -254,7 +277,7 @@ def budget_curves(
     step: int = 0,
     distance: str = "l1",
 ) -> BudgetCurves:
-    """How much cache can go, and where does it fall off the cliff? One curve per selection (paper, figure 3c).
+    """Return last-layer drift, KL and top-1 agreement over the budgets, a curve per selection (paper, figure 3c).
 
     Only complete samples that have the step count.
 
@@ -274,27 +297,8 @@ def budget_curves(
     distance.
 
     >>> import perturbkv as pk
-    >>> found = pk.budget_curves(trace, "attention", "two-stage")
-    >>> [one.name for one in found], found[0].medians["kl"].shape  # (budget,)
+    >>> result = pk.budget_curves(trace, "attention", "two-stage")
+    >>> [curve.name for curve in result], result[0].medians.kl.shape  # (budget,)
     (['attention', 'two-stage'], (1,))
     """
-    others = checked(trace, baseline, treatments)
-    return summarise(trace, [baseline, *others], distance, step)
-
-
-def _rows(one: BudgetCurve, distance: str, step: int) -> Iterator[dict[str, Any]]:
-    for place, config in enumerate(one.configs):
-        yield {
-            "curve": one.name,
-            "config": config.label(),
-            "policy": config.policy.name,
-            "selection": config.selection.name,
-            "budget": config.budget.value,
-            "distance": distance,
-            "step": step,
-            "kept": float(one.kept[place]),
-            "held": float(one.held[place]),
-            "drift": float(one.medians["drift"][place]),
-            "kl": float(one.medians["kl"][place]),
-            "top1": float(one.medians["top1"][place]),
-        }
+    return summarise(trace, [baseline, *checked(trace, baseline, treatments)], distance, step)

@@ -1,22 +1,22 @@
-"""How does the residual stream drift from layer to layer, baseline against treatment? (Paper, figures 3a, 5.).
+"""Drift of the residual stream of two configurations: after each layer, and of each sample after the last layer.
 
-How far does each sample's residual stream drift by the last layer? (Paper, figures 3b and 6.).
+Paper, figures 3a, 3b, 5 and 6.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import text
+from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import Floats, at_step, held_shares, values
-from perturbkv.analyses.pairing import OfPair, Pair
+from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.pairing import OfPair
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain, ratio
+from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Scalar
+from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -24,250 +24,263 @@ from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 
 ANALYSIS = "layers"
+LAYER = ("layer",)
+SAMPLE = ("sample",)
 
 
-@dataclass(frozen=True, repr=False)
-class LayerDrift(OfPair):
-    """Drift of the residual stream after each decoder layer, two configurations that share everything but selection.
+@record
+class DriftPair(OfPair, Record):
+    """Drift of a pair of configurations.
 
     Attributes:
-        baseline, treatment: the configurations.
-        distance: l1, l2 or cosine.
-        baseline_mean, treatment_mean: (layer,) mean drift over samples, in the distance's unit, with intervals.
-        baseline_median, treatment_median: (layer,) the median over samples, with intervals: a single prompt can make
-            most of a mean.
-        baseline_relative, treatment_relative: (layer,) drift over the full-cache stream's norm; None where the trace
-            holds no norm of the distance.
-        ratio: (layer,) treatment / baseline of the means; NaN where the baseline does not drift.
-        ratio_interval: over samples; None for one sample.
-        verdict: (layer,) 1 better, 0 tied, −1 worse.
-        noise_floor: (layer,) the distance's, mean over samples; None where the trace holds none: then only what is
-            equal is tied.
-        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
-        step: decode step looked at.
+        cache_shares: of baseline and treatment.
         identity: of the run.
     """
 
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    distance: str
-    baseline_mean: Floats
-    treatment_mean: Floats
-    baseline_interval: Band
-    treatment_interval: Band
-    baseline_median: Floats
-    treatment_median: Floats
-    baseline_median_interval: Band
-    treatment_median_interval: Band
-    baseline_relative: Floats | None
-    treatment_relative: Floats | None
-    ratio: Floats
-    ratio_interval: Band
-    verdict: NDArray[np.int8]
-    noise_floor: Floats | None
-    held: tuple[float, float]
-    step: int
+    baseline: EvictionConfig = column("what is compared with")
+    treatment: EvictionConfig = column("what is compared")
+    distance: str = column("l1, l2 or cosine")
+    step: int = column("decode step, from 0")
+    cache_shares: tuple[float, float]
     identity: RunIdentity
 
+    @derived(key="held_over_full_baseline")
+    def cache_share_baseline(self) -> float:
+        """Entries that the baseline's cache holds over those of the full cache."""
+        return self.cache_shares[0]
+
+    @derived(key="held_over_full_treatment", heading="#cache\nshare")
+    def cache_share(self) -> float:
+        """Entries that the treatment's cache holds over those of the full cache."""
+        return self.cache_shares[1]
+
+
+@record
+class LayerRatio(Record):
+    """Drift of both sides after one layer: medians over samples, and the ratio of the means."""
+
+    baseline_median: float = column(
+        "the baseline's drift, median over samples", heading="#baseline's\ndrift, median", text=text.significant
+    )
+    treatment_median: float = column("the treatment's", heading="#drift,\nmedian", text=text.significant)
+    mean_ratio: float = column("the treatment's mean drift over the baseline's", heading="#mean over\nbaseline's")
+    mean_ratio_interval: Scalar = interval()
+    tied: bool = column("whether the means differ by at most two noise floors", json=False)
+
+
+@record
+class LayerDrift(DriftPair):
+    """Drift of the residual stream after each decoder layer, of configurations that differ in selection alone.
+
+    Attributes:
+        noise_floor: None where the trace holds none of the distance: then only what is equal is tied.
+    """
+
+    SECTION = "drift"
+
+    baseline_drift: Floats = column("mean over samples, in the distance's unit", dims=LAYER)
+    baseline_drift_interval: Band = interval()
+    treatment_drift: Floats = column("mean over samples of the treatment", dims=LAYER)
+    treatment_drift_interval: Band = interval()
+    baseline_median_drift: Floats = column("median over samples: a single prompt can make most of a mean", dims=LAYER)
+    baseline_median_drift_interval: Band = interval()
+    treatment_median_drift: Floats = column("median over samples of the treatment", dims=LAYER)
+    treatment_median_drift_interval: Band = interval()
+    baseline_relative_drift: Floats | None = column(
+        "mean drift over the mean norm of the full cache's stream; null where the trace holds no such norm", dims=LAYER
+    )
+    treatment_relative_drift: Floats | None = column("relative drift of the treatment", dims=LAYER)
+    ratio: Floats = column("treatment over baseline, of the means; null where the baseline does not drift", dims=LAYER)
+    ratio_interval: Band = interval()
+    verdict: NDArray[np.int8] = column("1 drifts less, 0 tied, −1 more; of the means, without a test", dims=LAYER)
+    noise_floor: Floats | None = column("mean over samples, in the distance's unit", dims=LAYER)
+
     def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.ratio, self.verdict)}
+        shapes = {array.shape for array in (self.baseline_drift, self.treatment_drift, self.ratio, self.verdict)}
         if len(shapes) != 1:
             msg = f"expected (layer,) arrays of one shape, got {sorted(shapes)}"
             raise TraceError(msg)
 
-    @property
-    def floored(self) -> bool:
+    @derived()
+    def samples(self) -> int:
+        """Complete samples that have the step."""
+        return self.identity.samples
+
+    @derived()
+    def noise_floor_known(self) -> bool:
         """Whether the trace holds the distance's noise floor."""
         return self.noise_floor is not None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {
-                "baseline": self.baseline,
-                "treatment": self.treatment,
-                "distance": self.distance,
-                "step": self.step,
-                "samples": self.identity.samples,
-                "held_over_full_baseline": self.held[0],
-                "held_over_full_treatment": self.held[1],
-                "baseline_drift": self.baseline_mean,
-                "baseline_drift_interval": self.baseline_interval,
-                "treatment_drift": self.treatment_mean,
-                "treatment_drift_interval": self.treatment_interval,
-                "baseline_median_drift": self.baseline_median,
-                "baseline_median_drift_interval": self.baseline_median_interval,
-                "treatment_median_drift": self.treatment_median,
-                "treatment_median_drift_interval": self.treatment_median_interval,
-                "baseline_relative_drift": self.baseline_relative,
-                "treatment_relative_drift": self.treatment_relative,
-                "ratio": self.ratio,
-                "ratio_interval": self.ratio_interval,
-                "verdict": self.verdict,
-                "noise_floor_known": self.floored,
-                "noise_floor": self.noise_floor,
-            }
+    @derived(heading="#layers\n+ / = / −", json=False)
+    def layer_counts(self) -> str:
+        """Layers after which the treatment drifts less / as much / more, by the means, without a test."""
+        return text.verdict_counts(self.verdict)
+
+    def after(self, layer: int) -> LayerRatio:
+        """Return both sides' drift after one layer, by its index."""
+        return LayerRatio(
+            baseline_median=float(self.baseline_median_drift[layer]),
+            treatment_median=float(self.treatment_median_drift[layer]),
+            mean_ratio=float(self.ratio[layer]),
+            mean_ratio_interval=text.interval_at(self.ratio_interval, layer),
+            tied=bool(self.verdict[layer] == 0),
         )
-        return document
+
+    def case(self, name: str = "") -> Case:
+        """Return the last layer's ratio as a case of a comparison."""
+        last = self.after(-1)
+        return Case(name, last.mean_ratio, last.mean_ratio_interval, last.tied)
 
 
 def summarise(
     trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
 ) -> LayerDrift:
-    """Drift after each layer of two configurations.
+    """Compare the drift of two configurations of a trace after each layer.
 
-    Raises TraceError and ConfigError as `measurements.at_step`, TraceError for a configuration that the trace does not
-    hold, UnknownNameError for an unknown distance.
+    Raises TraceError where the trace has no complete sample or no such configuration, ConfigError where it has no such
+    step, UnknownNameError for an unknown distance.
     """
-    held = at_step(trace, ANALYSIS, step)
-    first, second = sides(held, (baseline, treatment), distance, ANALYSIS, step)
-    means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(held, distance, step)
-    over, each = drift_ratio(first, second), floors(held, distance, ANALYSIS, step)
+    return compare_layers(Measurements(trace, ANALYSIS, step), identity(trace, (baseline, treatment), step), distance)
+
+
+def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LayerDrift:
+    """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
+    first, second = _sides(measured, about, distance)
+    means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(measured, distance)
+    over, each = drift_ratio(first, second), floors(measured, distance)
     floor = None if each is None else each.mean(axis=0)
     return LayerDrift(
-        baseline=baseline,
-        treatment=treatment,
+        baseline=about.configs[0],
+        treatment=about.configs[1],
         distance=distance,
-        baseline_mean=means[0],
-        treatment_mean=means[1],
-        baseline_interval=mean_drift(first)[1],
-        treatment_interval=mean_drift(second)[1],
-        baseline_median=np.median(first, axis=0),
-        treatment_median=np.median(second, axis=0),
-        baseline_median_interval=intervals.of_medians(first),
-        treatment_median_interval=intervals.of_medians(second),
-        baseline_relative=None if norms is None else np.asarray(ratio(means[0], norms)),
-        treatment_relative=None if norms is None else np.asarray(ratio(means[1], norms)),
+        step=measured.step or 0,
+        cache_shares=_cache_shares(measured, about),
+        identity=about,
+        baseline_drift=means[0],
+        baseline_drift_interval=mean_drift(first)[1],
+        treatment_drift=means[1],
+        treatment_drift_interval=mean_drift(second)[1],
+        baseline_median_drift=np.median(first, axis=0),
+        baseline_median_drift_interval=intervals.of_medians(first),
+        treatment_median_drift=np.median(second, axis=0),
+        treatment_median_drift_interval=intervals.of_medians(second),
+        baseline_relative_drift=None if norms is None else np.asarray(ratio(means[0], norms)),
+        treatment_relative_drift=None if norms is None else np.asarray(ratio(means[1], norms)),
         ratio=over[0],
         ratio_interval=over[1],
         verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor, distance),
         noise_floor=floor,
-        held=held_sides(held, (baseline, treatment), ANALYSIS),
-        step=step,
-        identity=identity(trace, (baseline, treatment), step),
     )
 
 
 def mean_drift(each: Floats) -> tuple[Floats, Band]:
-    """(layer,) mean of (sample, layer) drift, with its interval."""
+    """Return the (layer,) mean of (sample, layer) drift, with its interval."""
     return each.mean(axis=0), intervals.band(lambda weights: weights @ each, len(each), POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
-    """(layer,) the treatment's mean drift over the baseline's, of (sample, layer), with its interval; NaN over 0."""
-    found = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
-    return found, intervals.band(lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO)
+    """Return the (layer,) ratio of mean drifts, treatment over baseline, of (sample, layer) each, with its interval.
+
+    NaN where the baseline's is 0.
+    """
+    means = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
+    return means, intervals.band(lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO)
 
 
-def sides(trace: Trace, pair: Pair, distance: str, analysis: str, step: int) -> tuple[Floats, Floats]:
-    """(sample, layer) drift of two configurations, exactly equal where all kept sets up to the layer are."""
-    first, second = (trace.config_index(config.label()) for config in pair)
-    drift = distances(trace, distance, analysis, step)
-    same = equal_layers(trace, first, second)
+def distances(measured: Measurements, distance: str) -> Floats:
+    """Return (sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
+    distance_of(distance)
+    return measured[f"hidden_drift_{distance}"]
+
+
+def floors(measured: Measurements, distance: str) -> Floats | None:
+    """Return the (sample, layer) noise floor of a distance; None where the trace holds none of it."""
+    name = f"hidden_noise_floor{distance_of(distance).suffix}"
+    return None if VARIABLES[name].optional and name not in measured else measured[name]
+
+
+def _sides(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
+    """Return (sample, layer) drift of both configurations, exactly equal where all kept sets up to the layer are."""
+    first, second = map(measured.index, about.configs)
+    drift = distances(measured, distance)
+    same = equal_layers(measured.trace, first, second)
     return drift[:, first], np.where(same, drift[:, first], drift[:, second])
 
 
-def held_sides(trace: Trace, pair: Pair, analysis: str) -> tuple[float, float]:
-    """Entries that two configurations' caches hold over those of the full cache; NaN where the trace does not tell."""
-    shares = held_shares(trace, analysis)
-    first, second = (float(shares[trace.config_index(config.label())]) for config in pair)
+def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, float]:
+    first, second = (float(measured.cache_shares[measured.index(config)]) for config in about.configs)
     return first, second
 
 
-def distances(trace: Trace, distance: str, analysis: str, step: int) -> Floats:
-    """(sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
-    distance_of(distance)
-    return values(trace, f"hidden_drift_{distance}", analysis, step)
-
-
-def floors(trace: Trace, distance: str, analysis: str, step: int) -> Floats | None:
-    """(sample, layer) noise floor of a distance; None in an older trace, which holds it in L1 alone."""
-    name = f"hidden_noise_floor{distance_of(distance).suffix}"
-    return None if VARIABLES[name].optional and name not in trace.arrays else values(trace, name, analysis, step)
-
-
-def _norms(trace: Trace, distance: str, step: int) -> Floats | None:
-    """(layer,) mean norm of the full-cache stream; a cosine is relative already."""
+def _norms(measured: Measurements, distance: str) -> Floats | None:
+    """Return the (layer,) mean norm of the full cache's stream; None of a cosine, which is relative already."""
     name = f"hidden_norm{distance_of(distance).suffix}"
-    return values(trace, name, ANALYSIS, step).mean(axis=0) if name in trace.arrays else None
+    return measured[name].mean(axis=0) if name in measured else None
 
 
 LAST_LAYER_ANALYSIS = "layers --per-sample"
 
 
-@dataclass(frozen=True, repr=False)
-class LastLayer(OfPair):
-    """Drift after the last decoder layer, sample by sample, sorted by the baseline's, largest first.
+@record
+class LastLayer(DriftPair):
+    """Drift after the last decoder layer, sample by sample, sorted by the baseline's, largest first."""
 
-    Attributes:
-        baseline, treatment: the configurations.
-        distance: l1, l2 or cosine.
-        sample_ids: in the order of the arrays.
-        baseline_drift, treatment_drift: (sample,).
-        verdict: (sample,) 1 better, 0 tied, −1 worse.
-        mean_ratio: Σ treatment over Σ baseline, over samples; NaN where the baseline does not drift; with its interval.
-        improved_share: of the samples, in [0, 1], with its exact interval.
-        held: entries that each side's cache holds over those of the full cache; NaN where the trace does not tell.
-        step: decode step looked at.
-        identity: of the run.
-    """
+    SECTION = "sample drift"
 
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    distance: str
-    sample_ids: tuple[str, ...]
-    baseline_drift: Floats
-    treatment_drift: Floats
-    verdict: NDArray[np.int8]
-    mean_ratio: float
-    mean_ratio_interval: Scalar
-    improved_share: float
-    improved_share_interval: Scalar
-    held: tuple[float, float]
-    step: int
-    identity: RunIdentity
+    sample_ids: tuple[str, ...] = column("the baseline's largest drift first")
+    baseline_drift: Floats = column("after the last layer, in the distance's unit", dims=SAMPLE)
+    treatment_drift: Floats = column("after the last layer, of the treatment", dims=SAMPLE)
+    verdict: NDArray[np.int8] = column("1 drifts less, 0 tied, −1 more", dims=SAMPLE)
+    mean_ratio: float = column(
+        "treatment over baseline, summed over samples; null where the baseline does not drift",
+        heading="#sum over\nbaseline's",
+    )
+    mean_ratio_interval: Scalar = interval()
+    improved_share: float = column(
+        "share of the samples that drift less", unit="share", heading="#share that\ndrifts less"
+    )
+    improved_share_interval: Scalar = interval("exact (Clopper–Pearson)")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {
-                **{name: value for name, value in vars(self).items() if name not in ("identity", "held")},
-                "held_over_full_baseline": self.held[0],
-                "held_over_full_treatment": self.held[1],
-            }
-        )
-        return document
+    @derived(heading="#samples\n+ / = / −", json=False)
+    def sample_counts(self) -> str:
+        """Samples that drift less / as much / more than the baseline."""
+        return text.verdict_counts(self.verdict)
 
 
 def summarise_last_layer(
     trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
 ) -> LastLayer:
-    """The last layer's drift of every complete sample under two configurations.
+    """Compare the last layer's drift of every complete sample under two configurations. Raises as `summarise`."""
+    measured = Measurements(trace, LAST_LAYER_ANALYSIS, step)
+    return compare_samples(measured, identity(trace, (baseline, treatment), step), distance)
 
-    Raises as `drift.summarise`.
+
+def compare_samples(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LastLayer:
+    """Compare the last layer's drift of every sample under the two configurations of an identity.
+
+    Raises as `summarise`.
     """
-    held = at_step(trace, LAST_LAYER_ANALYSIS, step)
-    first, second = (side[:, -1] for side in sides(held, (baseline, treatment), distance, LAST_LAYER_ANALYSIS, step))
-    floor = floors(held, distance, LAST_LAYER_ANALYSIS, step)
+    first, second = (side[:, -1] for side in _sides(measured, about, distance))
+    floor = floors(measured, distance)
     verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1], distance)
-    place = np.argsort(-first, kind="stable")
-    names = [name for name, whole in zip(held.sample_ids, held.ok, strict=True) if whole]
+    order = np.argsort(-first, kind="stable")
+    names = [name for name, whole in zip(measured.trace.sample_ids, measured.trace.ok, strict=True) if whole]
     improved = verdict == 1
     return LastLayer(
-        baseline=baseline,
-        treatment=treatment,
+        baseline=about.configs[0],
+        treatment=about.configs[1],
         distance=distance,
-        sample_ids=tuple(names[index] for index in place),
-        baseline_drift=first[place],
-        treatment_drift=second[place],
-        verdict=verdict[place],
+        step=measured.step or 0,
+        cache_shares=_cache_shares(measured, about),
+        identity=about,
+        sample_ids=tuple(names[index] for index in order),
+        baseline_drift=first[order],
+        treatment_drift=second[order],
+        verdict=verdict[order],
         mean_ratio=float(ratio(second.sum(), first.sum())),
         mean_ratio_interval=intervals.scalar(
             lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
         ),
         improved_share=float(improved.mean()),
         improved_share_interval=intervals.of_samples(improved),
-        held=held_sides(held, (baseline, treatment), LAST_LAYER_ANALYSIS),
-        step=step,
-        identity=identity(trace, (baseline, treatment), step),
     )

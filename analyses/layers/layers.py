@@ -1,237 +1,183 @@
-"""Drift layer by layer over the budgets of each setting: the results that a notebook holds (paper, figures 3a, 5).
+"""The question `layers`: which selection lets the residual stream drift less, by layer and by sample, at each budget.
 
-How drift is told, layer by layer and sample by sample: in a sentence, in tables, in the notes beneath them.
-
-Drift after the last layer, sample by sample, over budgets: results that a notebook holds (paper, figs. 3b, 6).
+Paper, figures 3a, 3b, 5 and 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.layers.drift import LastLayer, LayerDrift, summarise, summarise_last_layer
+from perturbkv.analyses.layers.drift import (
+    ANALYSIS,
+    LAST_LAYER_ANALYSIS,
+    LAYER,
+    SAMPLE,
+    DriftPair,
+    LastLayer,
+    LayerDrift,
+    compare_layers,
+    compare_samples,
+)
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
+    Pair,
     Sides,
     all_series,
-    common,
     configs_of,
     counted,
     pair_columns,
-    short_names,
+    pair_names,
+    pairs_title,
     side_names,
 )
 from perturbkv.analyses.result import Result, Sequenced, Several
-from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, Outcome, capital
+from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.analyses.verdicts import DISTANCES
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.trace import Trace
 
-Compared = LayerDrift | LastLayer
+_FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
+          "noise_floor", "verdict")  # fmt: skip
+_AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
-def told_apart(treatments: Sequence[EvictionConfig], sentences: Sequence[str]) -> str:
-    """What several series say, each with what tells its treatment from the others beside budget and selection."""
-    named = zip(short_names(treatments, "budget", "selection"), sentences, strict=True)
-    return "\n".join(f"{name}: {one}" if name else one for name, one in named)
-
-
-def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
-    """Whether the treatment's stream drifts less by the last layer, at one budget or at several."""
-    first, (baseline, treatment) = drifts[0], side_names(drifts[0].baseline, drifts[0].treatment)
-    outcomes = [_of_layer(drift, name) for drift, name in zip(drifts, _names(drifts), strict=True)]
-    if len(drifts) > 1:
-        words = {LESS: f"less than {baseline}", MORE: "more"}
-        told = text.conclusion_of_many(outcomes, f"by the last layer {treatment} drifts", words, first.identity.samples)
-        told = capital(told, treatment)
-        ends = text.outcome_extremes(outcomes)
-        return f"{told}{_looked_at(first)}: its mean drift over {baseline}'s goes {ends}."
-    single = f"whether by the last layer {treatment} drifts less or more than {baseline}"
-    opening = {
-        LESS: f"by the last layer {treatment} drifts less than {baseline}",
-        MORE: f"by the last layer {treatment} drifts more than {baseline}",
-        ALIKE: f"by the last layer {treatment} and {baseline} drift alike, within rounding",
-        UNDECIDED: f"it is not decided {single}",
-        FEW: f"{text.too_few(first.identity.samples)} {single}",
-    }[outcomes[0].verdict]
-    less, more = (int((first.verdict == sign).sum()) for sign in (1, -1))
-    counts = f"by the means, less after {less} of {counted(len(first.verdict), 'layer')}, more after {more}"
-    told = f"{capital(opening, treatment)}: {outcomes[0].shown} of {baseline}'s mean drift"
-    return f"{told} ({_where(first)}); {counts}."
-
-
-def sample_conclusion(samples: Sequence[LastLayer]) -> str:
-    """Whether most samples drift less under the treatment by the last layer, at one budget or at several."""
-    first, (baseline, treatment) = samples[0], side_names(samples[0].baseline, samples[0].treatment)
-    outcomes = [_of_samples(one, name) for one, name in zip(samples, _names(samples), strict=True)]
-    who = f"{treatment} drifts less than {baseline}"
-    if len(samples) > 1:
-        words = {MORE: "in most samples", LESS: "in fewer than half of them"}
-        told = text.conclusion_of_many(outcomes, who, words, first.identity.samples)
-        told = capital(told, treatment)
-        return f"{told}{_looked_at(first)}: {text.outcome_extremes(outcomes)}."
-    opening = {
-        LESS: f"{who} in fewer than half of the samples",
-        MORE: f"{who} in most samples",
-        UNDECIDED: f"it is not decided whether {who} in most samples",
-        FEW: f"{text.too_few(first.identity.samples)} whether {who} in most",
-    }[outcomes[0].verdict]
-    return f"{capital(opening, treatment)}: in {outcomes[0].shown} ({_where(first)})."
-
-
-def _of_layer(drift: LayerDrift, name: str) -> Outcome:
-    ends = text.at(drift.ratio_interval, -1)
-    return text.by_ratio(name, float(drift.ratio[-1]), ends, bool(drift.verdict[-1] == 0), drift.identity.samples)
-
-
-def _of_samples(result: LastLayer, name: str) -> Outcome:
-    return text.by_share(name, result.improved_share, result.improved_share_interval, result.identity.samples)
-
-
-def _names(results: Sequence[Compared]) -> list[str]:
-    return [f"at budget {result.baseline.budget}" for result in results]
-
-
-def _where(result: Compared) -> str:
-    samples = counted(result.identity.samples, "sample")
-    return f"{samples}, budget {result.baseline.budget}{_looked_at(result)}"
-
-
-def _looked_at(result: Compared) -> str:
-    """The distance and the step, where they are not the usual ones."""
-    distance = "" if result.distance == "l1" else f", {DISTANCES[result.distance]}"
-    return distance + (f", step {result.step}" if result.step else "")
-
-
-def drift_tables(drifts: Sequence[LayerDrift]) -> list[Table | str]:
-    """The first, the middle and the last layer; and in how many layers the treatment is better, tied, worse."""
-    last = len(drifts[0].ratio) - 1
-    shown = list(dict.fromkeys([0, last // 2, last]))
-    rows = []
-    for drift in drifts:
-        counts = text.verdicts(drift.verdict)
-        rows.append([str(drift.baseline.budget), *(_sides(drift, layer) for layer in shown), counts])
-        rows.append([_held(drift), *(_reduced(drift, layer) for layer in shown), ""])
-    columns = ["budget, held / full", *(f"#layer {layer}" for layer in shown), "#layers\n+ / = / −"]
-    title = f"{drifts[0].distance} drift after a layer, and by how much it is reduced"
-    return [_compared(drifts[0]), Table(title, columns, rows)]
-
-
-def sample_tables(samples: Sequence[LastLayer]) -> list[Table | str]:
-    """At each budget the share of samples that drift less, and how many do."""
-    rows = [
-        [
-            str(one.baseline.budget),
-            _held(one),
-            text.percent(one.improved_share, one.improved_share_interval),
-            text.verdicts(one.verdict),
-        ]
-        for one in samples
-    ]
-    columns = ["budget", "#held / full", "#share", "#+ / = / −"]
-    return [_compared(samples[0]), Table("samples that drift less by the last layer", columns, rows)]
-
-
-def drift_notes(drift: LayerDrift) -> str:
-    """A line each on intervals, what is compared, ties and caches."""
-    return "\n".join([
-        text.about_intervals(drift.identity.samples, medians=True),
-        text.ABOUT_DRIFT,
-        "Reduced: by the means over samples. Layers + / = / −: that drift less, tied, more than the baseline; the "
-        "means over samples are compared, without a test.",
-        _about_ties(drift),
-        text.ABOUT_HELD,
-    ])  # fmt: skip
-
-
-def sample_notes(result: LastLayer) -> str:
-    """A line each on intervals, columns and caches."""
-    return "\n".join([
-        text.about_shares(result.identity.samples),
-        "Samples + / = / −: that drift less, tied, more than the baseline.",
-        text.ABOUT_HELD,
-    ])  # fmt: skip
-
-
-def _about_ties(drift: LayerDrift) -> str:
-    """What rounding alone brings, and what a tie is."""
-    if drift.noise_floor is None:
-        return "This trace holds no noise floor of the distance: only equal is tied."
-    return f"{text.ABOUT_TIES} Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
-
-
-def _compared(result: Compared) -> str:
-    both = result.baseline, result.treatment
-    return f"{' → '.join(side_names(*both))}, {common(both, 'budget')}"
-
-
-def _held(result: Compared) -> str:
-    """What both caches hold; once where it is the same."""
-    return " → ".join(dict.fromkeys(text.held(share) for share in result.held))
-
-
-def _sides(drift: LayerDrift, layer: int) -> str:
-    medians = (float(side[layer]) for side in (drift.baseline_median, drift.treatment_median))
-    return " → ".join(text.significant(median) for median in medians)
-
-
-def _reduced(drift: LayerDrift, layer: int) -> str:
-    ends = text.at(drift.ratio_interval, layer)
-    reduced = None if ends is None else replace(ends, low=1 - ends.high, high=1 - ends.low)
-    return text.percent(1 - float(drift.ratio[layer]), reduced)
-
-
-@dataclass(frozen=True, repr=False)
+@record
 class DriftSeries(Sequenced[LayerDrift], Result):
-    """Drift of one treatment beside its baseline, a `LayerDrift` per budget, smallest first.
+    """Drift of one treatment and its baseline, a `LayerDrift` per budget, smallest first.
 
     Attributes:
         members: one per budget.
         identity: of the run, with the configurations shown.
     """
 
-    members: tuple[LayerDrift, ...]
+    SHOWN = ("cache_share", "baseline_median", "treatment_median", "mean_ratio", "layer_counts")
+
+    members: tuple[LayerDrift, ...] = column("one per budget", key="drifts")
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Whether the treatment's stream drifts less by the last layer, with its interval and n."""
+        """Return whether the treatment's stream drifts less after the last layer."""
         return drift_conclusion(self.members)
 
-    def tables(self) -> Sequence[Table | str]:
-        """Drift after the first, the middle and the last layer, two rows per budget."""
-        return drift_tables(self.members)
+    def title(self) -> str:
+        """Return the distance, and what is compared."""
+        return _title(self.members)
 
-    def notes(self) -> str:
-        """What intervals, drift, ties and columns mean, a line each."""
-        return drift_notes(self.members[0])
+    def lines(self) -> Sequence[Line]:
+        """Return a line per budget, of the last layer."""
+        return drift_lines(self.members)
 
-    def to_dict(self) -> dict[str, Any]:
-        """`drifts`: one object per budget, as `docs/json.md` says."""
-        return {"drifts": [drift.to_dict() for drift in self.members]}
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, medians=True)
+
+    def caveats(self) -> Sequence[str]:
+        """Return that only equal drifts are tied, where the trace holds no noise floor."""
+        known = self.members[0].noise_floor_known
+        return [] if known else ["The trace holds no noise floor of this distance: only equal drifts are ties."]
+
+    def details(self) -> Sequence[Part]:
+        """Return the first, the middle and the last layer, and what a tie is."""
+        return drift_details(self.members)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per budget × layer.
+        """Return a row per budget × layer.
 
         Drifts and noise floor are in the distance's unit, means and medians over samples; `ratio` is that of the
         means, `verdict` 1 where the treatment drifts less, 0 tied, −1 more.
         """
-        return [row for drift in self.members for row in _rows(drift)]
+        return [row for drift in self.members for row in _layer_rows(drift)]
 
 
 class LayerDrifts(Several[DriftSeries]):
     """Drift of every treatment and setting: a `DriftSeries` each."""
 
-    def conclusion(self) -> str:
-        """A sentence of each, on a line of its own, and before it what tells it from the others."""
-        return told_apart([one[0].treatment for one in self], [one.conclusion() for one in self])
+    SECTION = "layers"
+    SHOWN = DriftSeries.SHOWN
 
-    def to_dict(self) -> dict[str, Any]:
-        """`drifts`: one object per series and budget, as `docs/json.md` says."""
-        return {"drifts": [drift.to_dict() for one in self.members for drift in one]}
+    @derived()
+    def drifts(self) -> tuple[LayerDrift, ...]:
+        """One per pair of configurations."""
+        return tuple(drift for series in self.members for drift in series)
+
+    def conclusion(self) -> str:
+        """Return whether the treatments' streams drift less after the last layer."""
+        return drift_conclusion(self.drifts)
+
+    def title(self) -> str:
+        """Return the distance, and what is compared."""
+        return _title(self.drifts)
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per pair, of the last layer."""
+        return drift_lines(self.drifts)
+
+    def details(self) -> Sequence[Part]:
+        """Return the first, the middle and the last layer, and what a tie is."""
+        return drift_details(self.drifts)
+
+
+def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
+    """Return whether the treatments drift less than their baselines after the last layer, by the means."""
+    pairs, first = _pairs(drifts), drifts[0]
+    clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
+    layers = f"{int((first.verdict == 1).sum())} of {counted(len(first.verdict), 'layer')} drift less"
+    where = ["mean over samples", *([layers] if len(drifts) == 1 else []), *_settings(first)]
+    return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
+
+
+def drift_lines(drifts: Sequence[LayerDrift]) -> list[Line]:
+    """Return a line per pair: the last layer, and in how many layers the treatment drifts less."""
+    names = pair_names(_pairs(drifts))
+    return [Line(name, (drift, drift.after(-1))) for name, drift in zip(names, drifts, strict=True)]
+
+
+def drift_details(drifts: Sequence[LayerDrift]) -> list[Part]:
+    """Return a table of the first, the middle and the last layer, and what a tie is."""
+    last = len(drifts[0].ratio) - 1
+    lines = [
+        Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
+        for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)
+        for layer in dict.fromkeys((0, last // 2, last))
+    ]
+    return [
+        table(f"{_title(drifts).partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
+        f"Drift: {text.DRIFT_NOTE.partition(': ')[2]}",
+        text.TIES_NOTE,
+        *(f"Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
+          for drift in drifts[:1] if drift.noise_floor is not None),
+    ]  # fmt: skip
+
+
+def _pairs(drifts: Sequence[DriftPair]) -> list[Pair]:
+    return [(drift.baseline, drift.treatment) for drift in drifts]
+
+
+def _title(drifts: Sequence[DriftPair]) -> str:
+    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(_pairs(drifts))}"
+
+
+def _settings(drift: DriftPair) -> list[str]:
+    """Return the distance and the step, where they are not the usual ones."""
+    distance = [] if drift.distance == "l1" else [str(DISTANCES[drift.distance])]
+    return distance + ([f"step {drift.step}"] if drift.step else [])
+
+
+def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
+    """Return a sentence that may begin with a treatment's name, which stays as it is typed."""
+    return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
+
+
+def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
+    labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
+    arrays = drift.arrays(*LAYER)
+    axes = {"layer": [drift.identity.layer(layer) for layer in range(len(drift.ratio))]}
+    return list(long_form(labels, axes, {name: arrays[name] for name in _FRAME}))
 
 
 def layer_drift(
@@ -242,7 +188,7 @@ def layer_drift(
     step: int = 0,
     distance: str = "l1",
 ) -> LayerDrifts:
-    """How far does the residual stream drift from layer to layer, baseline against treatment? (Paper, figures 3a, 5.).
+    """Compare how far the residual stream drifts after each layer, baseline against treatments (figures 3a and 5).
 
     Pairs that differ in budget alone are one series, which is one figure. Only complete samples that have the step
     count.
@@ -261,81 +207,112 @@ def layer_drift(
     step that it does not have, and for sides that are no names; UnknownNameError for an unknown distance.
 
     >>> import perturbkv as pk
-    >>> found = pk.layer_drift(trace, "attention", "two-stage")
-    >>> [str(drift.baseline.budget) for drift in found[0]], found[0][0].ratio.shape  # (layer,)
+    >>> result = pk.layer_drift(trace, "attention", "two-stage")
+    >>> [str(drift.baseline.budget) for drift in result[0]], result[0][0].ratio.shape  # (layer,)
     (['64'], (2,))
     """
-    found = []
-    for pairs in all_series(trace, baseline, treatments):
-        drifts = tuple(summarise(trace, *pair, distance, step) for pair in pairs)
-        found.append(DriftSeries(drifts, identity(trace, configs_of(pairs), step)))
-    shown = [config for one in found for config in one.identity.configs]
-    return LayerDrifts(tuple(found), identity(trace, list(dict.fromkeys(shown)), step))
+    series, measured = all_series(trace, baseline, treatments), Measurements(trace, ANALYSIS, step)
+    members = []
+    for pairs in series:
+        drifts = tuple(compare_layers(measured, identity(trace, pair, step), distance) for pair in pairs)
+        members.append(DriftSeries(drifts, identity(trace, configs_of(pairs), step)))
+    return LayerDrifts(tuple(members), _whole(trace, series, step))
 
 
-def _rows(drift: LayerDrift) -> Iterator[dict[str, Any]]:
-    about = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
-    floor = None if drift.noise_floor is None else drift.noise_floor.tolist()
-    for layer in range(len(drift.ratio)):
-        yield {
-            **about,
-            "layer": drift.identity.layer(layer),
-            "baseline_drift": float(drift.baseline_mean[layer]),
-            "treatment_drift": float(drift.treatment_mean[layer]),
-            "baseline_median_drift": float(drift.baseline_median[layer]),
-            "treatment_median_drift": float(drift.treatment_median[layer]),
-            "ratio": float(drift.ratio[layer]),
-            "noise_floor": None if floor is None else floor[layer],
-            "verdict": int(drift.verdict[layer]),
-        }
+def _whole(trace: Trace, series: Sequence[Sequence[Pair]], step: int) -> RunIdentity:
+    """Return the identity of a trace with the configurations of all series, each once."""
+    return identity(trace, list(dict.fromkeys(config for pairs in series for config in configs_of(pairs))), step)
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class SampleSeries(Sequenced[LastLayer], Result):
-    """The last layer's drift of each sample under one treatment and its baseline, a `LastLayer` per budget.
+    """Drift of each sample after the last layer under one treatment and its baseline, a `LastLayer` per budget.
 
     Attributes:
         members: one per budget, smallest first.
         identity: of the run, with the configurations shown.
     """
 
-    members: tuple[LastLayer, ...]
+    SHOWN = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
+
+    members: tuple[LastLayer, ...] = column("one per budget", key="per_sample")
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Whether most samples drift less under the treatment, with the exact interval of their share and n."""
+        """Return whether most samples drift less under the treatment."""
         return sample_conclusion(self.members)
 
-    def tables(self) -> Sequence[Table | str]:
-        """The share of samples that drift less, a row per budget."""
-        return sample_tables(self.members)
+    def title(self) -> str:
+        """Return the distance, and what is compared."""
+        return _title(self.members)
 
-    def notes(self) -> str:
-        """What intervals and columns mean, a line each."""
-        return sample_notes(self.members[0])
+    def lines(self) -> Sequence[Line]:
+        """Return a line per budget."""
+        return sample_lines(self.members)
 
-    def to_dict(self) -> dict[str, Any]:
-        """`per_sample`: one object per budget, as `docs/json.md` says."""
-        return {"per_sample": [one.to_dict() for one in self.members]}
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, exact=True)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per budget × sample, largest drift of the baseline first; drifts in the distance's unit.
+        """Return a row per budget × sample, largest drift of the baseline first; drifts in the distance's unit.
 
         `verdict`: 1 where the treatment drifts less, 0 tied, −1 more.
         """
-        return [row for one in self.members for row in _sample_drifts_rows(one)]
+        return [row for drift in self.members for row in _sample_rows(drift)]
 
 
 class SampleDrifts(Several[SampleSeries]):
-    """The last layer's drift of each sample, of every treatment and setting: a `SampleSeries` each."""
+    """Drift of each sample after the last layer, of every treatment and setting: a `SampleSeries` each."""
+
+    SECTION = "layers"
+    SHOWN = SampleSeries.SHOWN
+
+    @derived()
+    def per_sample(self) -> tuple[LastLayer, ...]:
+        """With `--per-sample`: the last layer sample by sample, one per pair of configurations."""
+        return tuple(drift for series in self.members for drift in series)
 
     def conclusion(self) -> str:
-        """A sentence of each, on a line of its own, and before it what tells it from the others."""
-        return told_apart([one[0].treatment for one in self], [one.conclusion() for one in self])
+        """Return whether most samples drift less under the treatments."""
+        return sample_conclusion(self.per_sample)
 
-    def to_dict(self) -> dict[str, Any]:
-        """`per_sample`: one object per series and budget, as `docs/json.md` says."""
-        return {"per_sample": [budget.to_dict() for one in self.members for budget in one]}
+    def title(self) -> str:
+        """Return the distance, and what is compared."""
+        return _title(self.per_sample)
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per pair."""
+        return sample_lines(self.per_sample)
+
+
+def sample_conclusion(drifts: Sequence[LastLayer]) -> str:
+    """Return in how many samples, by exact intervals, the treatments drift less than their baselines."""
+    pairs, names = _pairs(drifts), pair_names(_pairs(drifts))
+    sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
+    baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
+    verdicts = [interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts]
+    shares = extremes([(name, drift.improved_share, text.percent(drift.improved_share, drift.improved_share_interval))
+                       for name, drift in zip(names, drifts, strict=True)])  # fmt: skip
+    few = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
+    words = {
+        1: (f"{treatment} drifts less than {baseline} in most samples", "in most"),
+        -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
+        0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
+    }
+    where = ["after the last layer", *_settings(drifts[0]), f"n = {counted(drifts[0].identity.samples, 'sample')}"]
+    clause = few if drifts[0].identity.samples < LEAST else tally(verdicts, words, "case")
+    return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
+
+
+def sample_lines(drifts: Sequence[LastLayer]) -> list[Line]:
+    """Return a line per pair."""
+    return [Line(name, (drift,)) for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]
+
+
+def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:
+    labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
+    return list(long_form(labels, {"sample": drift.sample_ids}, drift.arrays(*SAMPLE)))
 
 
 def last_layer(
@@ -346,32 +323,20 @@ def last_layer(
     step: int = 0,
     distance: str = "l1",
 ) -> SampleDrifts:
-    """In how many samples does the residual stream drift less by the last layer? (Paper, figures 3b and 6.).
+    """Count the samples whose residual stream drifts less after the last layer (paper, figures 3b and 6).
 
     Arguments and errors are those of `layer_drift`; drift is that after the last decoder layer, before the final norm.
 
     Returns a series of `SampleSeries`. Arrays of a `LastLayer` are (sample,), in the distance's unit.
 
     >>> import perturbkv as pk
-    >>> found = pk.last_layer(trace, "attention", "two-stage")
-    >>> len(found[0][0].sample_ids) == len(found[0][0].verdict) == int(trace.ok.sum())
+    >>> result = pk.last_layer(trace, "attention", "two-stage")
+    >>> len(result[0][0].sample_ids) == len(result[0][0].verdict) == int(trace.ok.sum())
     True
     """
-    found = []
-    for pairs in all_series(trace, baseline, treatments):
-        budgets = tuple(summarise_last_layer(trace, *pair, distance, step) for pair in pairs)
-        found.append(SampleSeries(budgets, identity(trace, configs_of(pairs), step)))
-    shown = [config for one in found for config in one.identity.configs]
-    return SampleDrifts(tuple(found), identity(trace, list(dict.fromkeys(shown)), step))
-
-
-def _sample_drifts_rows(result: LastLayer) -> Iterator[dict[str, Any]]:
-    about = {**pair_columns(result.baseline, result.treatment), "distance": result.distance, "step": result.step}
-    for place, name in enumerate(result.sample_ids):
-        yield {
-            **about,
-            "sample": name,
-            "baseline_drift": float(result.baseline_drift[place]),
-            "treatment_drift": float(result.treatment_drift[place]),
-            "verdict": int(result.verdict[place]),
-        }
+    series, measured = all_series(trace, baseline, treatments), Measurements(trace, LAST_LAYER_ANALYSIS, step)
+    members = []
+    for pairs in series:
+        drifts = tuple(compare_samples(measured, identity(trace, pair, step), distance) for pair in pairs)
+        members.append(SampleSeries(drifts, identity(trace, configs_of(pairs), step)))
+    return SampleDrifts(tuple(members), _whole(trace, series, step))

@@ -1,11 +1,8 @@
-"""Is a fact still found from an evicted cache, and does perturbation tell? (Paper, appendix E and figure 8.).
-
-The tables of a needle run: what each method finds, and whether perturbation tells.
-"""
+"""Retrieval of a fact from an evicted cache, and whether perturbation predicts it (paper, appendix E and figure 8)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -13,221 +10,202 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, Record, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, at_step
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
-    CIRCULAR,
-    OUTCOMES,
-    BudgetLink,
-    Correlation,
-    Method,
+    RankedBudget,
     Retrieval,
+    RetrievalCorrelation,
+    RetrievalCorrelations,
     cells_of,
     check_scored,
     correlate,
     grid_of,
     measures,
-    methods,
+    retrieval,
 )
-from perturbkv.analyses.pairing import LEAST_CONFIGS, common, counted, folded, short_names
+from perturbkv.analyses.pairing import LEAST_CONFIGS, common, counted, short_names
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import LEAST
-from perturbkv.analyses.text import decided, extremes, sentence, tally_verdicts
-from perturbkv.display import Table
+from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
+from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-ABOUT_RANKS = (
-    "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and one "
-    "protection are ranked together; under a budget stands what their caches hold over the full cache. Mean over the n "
-    "prompts whose methods differ; its interval over them. L1, θ (of all heads) and drift are relative to the full "
-    "run's norms."
-)
-
-
-def found_table(named: list[tuple[str, Method]], lengths: tuple[int, ...]) -> Table:
-    """A row per method: what it finds in all, and by prompt tokens."""
-    columns = ["method", "#held /\nfull", "#found", "#leading\ndigits", *(f"#{length:,}" for length in lengths)]
-    title = "share of numbers found in all, of their leading digits, and found by prompt tokens"
-    return Table(title, columns, [_row(folded(name, 24), method) for name, method in named])
-
-
-def link_tables(link: Retrieval) -> list[Table | str]:
-    """Of which prompts the ranks are, and the ranks: those known beforehand, and apart those that nearly are scores."""
-    said: list[Table | str] = [f"does perturbation tell? {link.samples} prompts that the full cache answers"]
-    said += [f"b={budget}: fewer than {LEAST_CONFIGS} methods, no ranks" for budget in link.too_few]
-    if not link.budgets:
-        return said
-    first = [(one, one.correlations) for one in link.budgets]
-    circular = [(one, one.circular) for one in link.budgets]
-    return [
-        *said,
-        _ranks("Spearman's ρ between the methods of one prompt, first decode step", FIRST_STEP_MEASURES, first),
-        _ranks("circular: on the answer's own tokens these nearly are the score", CIRCULAR, circular),
-    ]
-
-
-def _row(name: str, method: Method) -> list[str]:
-    columns = [column[~np.isnan(column)] for column in method.grid.T]
-    by_length = [float(column.mean()) if len(column) else float("nan") for column in columns]
-    whole = text.percent(method.score, method.score_interval, "\n")
-    digits = text.percent(method.digits, method.digits_interval, "\n")
-    return [name, text.held(method.held), whole, digits, *(text.percent(share) for share in by_length)]
-
-
-def _ranks(title: str, measures: dict[str, str], budgets: list[tuple[BudgetLink, tuple[Correlation, ...]]]) -> Table:
-    """A row per budget and measure, both outcomes beside each other, each with its n."""
-    rows = []
-    for link, correlations in budgets:
-        held = " to ".join(dict.fromkeys(map(text.held, link.held_ends)))
-        names = [link.name, f"held {held}", *[""] * len(measures)]
-        found = {(one.measure, one.outcome): one for one in correlations}
-        for place, (name, words) in enumerate(measures.items()):
-            cells = [cell for outcome in OUTCOMES for cell in _ranked(found[name, outcome])]
-            rows.append([names[place], words, *cells])
-    return Table(title, ["budget", "measure", "#whole number", "#n", "#digits", "#n"], rows)
-
-
-def _ranked(one: Correlation) -> list[str]:
-    return [text.decimal(one.rho, one.interval), str(one.deciding)]
-
-
-_TELLS = {
+_CLAUSES = {
     -1: ("methods that perturb a prompt's first step more find fewer digits", "fewer"),
     1: ("methods that perturb a prompt's first step more find more digits", "more"),
     0: ("whether methods that perturb a prompt's first step more find fewer digits is undecided", "undecided"),
 }
+_RANKS_NOTE = (
+    "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and one "
+    "protection are ranked. ρ is a mean over the n prompts whose methods differ, its interval is over them. L1, θ (of "
+    "all heads) and drift are relative to the full run's norms."
+)
 
 
-@dataclass(frozen=True, repr=False)
+@record
+class LengthScore(Record):
+    """The numbers found in prompts of one length."""
+
+    length: int = column("tokens of the prompts", heading="#tokens")
+    score: float = column("share of the prompts whose number is found", unit="share", heading="#number\nfound")
+
+
+@record
 class Needle(Result):
-    """Retrieval of every method, and what its perturbation tells of it.
+    """Retrieval of every method, and its rank correlation with perturbation.
 
     Attributes:
-        identity: which run this is.
+        identity: of the run.
         samples: names of the complete samples.
-        cells: (sample, 2) depth and length of each, as places in the grid.
-        lengths, depths: of the grid, in the order of its axes.
-        haystack, scenario: how the prompts were made and compressed.
-        full: the full cache.
-        methods: the configurations, in the run's order.
+        cells: (sample, 2) indices in the grid of each: depth and length.
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
-        link: rank correlations between the measures and what was found.
     """
+
+    SECTION = "needle"
+    SHOWN = ("cache_share", "score", "digits")
+    FIRST = "method"
 
     identity: RunIdentity
     samples: tuple[str, ...]
     cells: NDArray[np.int64]
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    haystack: str
-    scenario: str
-    full: Method
-    methods: tuple[Method, ...]
+    lengths: tuple[int, ...] = column("of the prompts, tokens")
+    depths: tuple[float, ...] = column("where the fact lies, 0 to 1")
+    haystack: str = column("prose or noise")
+    scenario: str = column("regular or context-only")
+    full: Retrieval = column("the full cache's; its `config` is null")
+    methods: tuple[Retrieval, ...] = column("one per configuration, in the run's order")
     measured: dict[str, Floats]
-    link: Retrieval
+    correlation: RetrievalCorrelations = column("rank correlations between perturbation and retrieval")
 
     def conclusion(self) -> str:
-        """What the best and the worst method find beside the full cache, and whether perturbation tells."""
+        """Return what the best and the worst method find, and whether perturbation predicts it."""
         full = text.percent(self.full.score, self.full.score_interval)
         prompts = f"n = {counted(self.identity.samples, 'prompt')}"
         if not self.full.score:
             return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
-        names = [name for name, _ in self._named()]
-        return sentence(f"{self._found()}; the full cache finds {full} ({prompts}); {self._told()}", *names)
+        clauses = f"{self._retrieved()}; the full cache finds {full} ({prompts}); {self._predicted()}"
+        return sentence(clauses, *self._names())
 
-    def tables(self) -> list[Table | str]:
-        """What is found, and the ranks of what perturbation tells."""
-        shared = f"haystack: {self.haystack} · scenario: {self.scenario} · {common(self.identity.configs)}"
-        named = [("full cache", self.full), *self._named()]
-        return [shared, found_table(named, self.lengths), *link_tables(self.link)]
+    def title(self) -> str:
+        """Return the haystack, the scenario and what all configurations share."""
+        return f"needle in {self.haystack}, {self.scenario}: {common(self.identity.configs)}"
 
-    def notes(self) -> str:
-        """What intervals and ranks mean."""
-        ranks = f"{ABOUT_RANKS} " if self.link.budgets else ""
-        return (
-            f"{ranks}{text.about_intervals(self.identity.samples, exact=True)} Of shares of prompts found: exact "
-            f"ones. {text.ABOUT_HELD}"
-        )
+    def lines(self) -> Sequence[Line]:
+        """Return a line per method, the full cache first."""
+        return [Line(name, (method,)) for name, method in self._methods()]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        shown = ("lengths", "depths", "haystack", "scenario")
-        found: dict[str, Any] = plain({name: getattr(self, name) for name in shown})
-        told = {"full": self.full.to_dict(), "methods": [method.to_dict() for method in self.methods]}
-        return {**found, **told, "correlation": self.link.to_dict()}
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, exact=True)
+
+    def details(self) -> Sequence[Part]:
+        """Return the share found by prompt length, all rank correlations, and why a cache share exceeds 1."""
+        shares = [method.cache_share for method in self.methods]
+        above = [text.cache_share_note(shares)] if any(share > 1 for share in shares) else []
+        return [*above, self._by_length(), *self._ranks()]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per sample and method: what it found in [0, 1], and what was measured; the full cache has no measures.
+        """Return a row per sample and method: what it found in [0, 1], and its measures; the full cache has none.
 
         `score` is 1 where the whole number was found, `digits` the share of its leading digits that are right.
         """
         whole = {"config": "full cache", "policy": None, "selection": None, "budget": None}
         rows: list[dict[str, Any]] = []
-        for place, sample in enumerate(self.samples):
-            depth, length = self.cells[place]
+        for index, sample in enumerate(self.samples):
+            depth, length = self.cells[index]
             cell = {"sample": sample, "length": self.lengths[length], "depth": self.depths[depth]}
-            rows.append({**whole, **cell, **_outcomes(self.full, place)})
-            for column, (config, method) in enumerate(zip(self.identity.configs, self.methods, strict=True)):
-                measured = {name: float(array[place, column]) for name, array in self.measured.items()}
-                rows.append({**columns_of(config), **cell, **_outcomes(method, place), **measured})
+            rows.append({**whole, **cell, **_outcomes(self.full, index)})
+            for number, (config, method) in enumerate(zip(self.identity.configs, self.methods, strict=True)):
+                measured = {name: float(array[index, number]) for name, array in self.measured.items()}
+                rows.append({**columns_of(config), **cell, **_outcomes(method, index), **measured})
         return rows
 
     def plot_digits(self, width_mm: float = 174) -> Figure:
-        """Maps of the share of leading digits that are right, length × depth, one per method."""
+        """Return maps of the share of leading digits that are right, length × depth, one per method."""
         return self._drawn("Needle.plot_digits", width_mm)
 
     def plot_depths(self, width_mm: float = 174) -> Figure:
-        """Both shares by depth, over all lengths."""
+        """Return both shares by depth, over all lengths."""
         return self._drawn("Needle.plot_depths", width_mm)
 
     def plot_correlation(self, width_mm: float = 174) -> Figure:
-        """Rank correlation of every measure with what was found."""
+        """Return the rank correlation of every measure with both outcomes."""
         return self._drawn("Needle.plot_correlation", width_mm)
 
-    def _named(self) -> list[tuple[str, Method]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
-        return list(zip(names, self.methods, strict=True))
+    def _names(self) -> list[str]:
+        return [name or "evicted" for name in short_names(self.identity.configs)]
 
-    def _found(self) -> str:
-        """The method that finds least and the one that finds most."""
-        ordered = sorted(self._named(), key=lambda pair: pair[1].score)
+    def _methods(self) -> list[tuple[str, Retrieval]]:
+        return [("full cache", self.full), *zip(self._names(), self.methods, strict=True)]
+
+    def _by_length(self) -> Part:
+        lines = [
+            Line(name if number == 0 else "", (LengthScore(length, score),))
+            for name, method in self._methods()
+            for number, (length, score) in enumerate(zip(self.lengths, method.by_length(), strict=True))
+        ]
+        return table("numbers found, by prompt length", lines, ("length", "score"), self.FIRST)
+
+    def _ranks(self) -> list[Part]:
+        """Return the rank correlations of each budget, those of circular measures in a table of their own."""
+        few = [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in self.correlation.too_few]
+        if not self.correlation.budgets:
+            return [*few]
+        answered = f"{counted(self.correlation.samples, 'prompt')} that the full cache answers"
+        title = f"Spearman's ρ between the methods of one prompt, first decode step, {answered}"
+        budgets = self.correlation.budgets
+        return [
+            *few,
+            _rank_table(title, [(budget, budget.correlations) for budget in budgets]),
+            _rank_table(
+                "circular: on the answer's own tokens these nearly are the score",
+                [(budget, budget.circular) for budget in budgets],
+            ),
+            _RANKS_NOTE,
+        ]
+
+    def _retrieved(self) -> str:
+        """Return the method that finds least and the one that finds most."""
+        ordered = sorted(zip(self._names(), self.methods, strict=True), key=lambda pair: pair[1].score)
         (worst, least), (best, most) = ordered[0], ordered[-1]
-        shares = [text.percent(one.score, one.score_interval) for one in (least, most)]
+        shares = [text.percent(method.score, method.score_interval) for method in (least, most)]
         if len(ordered) == 1:
             return f"from the evicted cache {shares[0]} of the numbers are found"
         if least.score == most.score:
-            return f"all {len(ordered)} methods find {shares[0]} of the numbers"
+            each = "both" if len(ordered) == 2 else f"all {len(ordered)}"
+            return f"{each} methods find {shares[0]} of the numbers"
         unsure = " (their intervals overlap)" if _overlap(least, most) else ""
         return f"{best} finds {shares[1]} of the numbers, {worst} {shares[0]}{unsure}"
 
-    def _told(self) -> str:
-        """Whether the first step's perturbation tells which methods find less."""
-        correlations = [_first(one.correlations) for one in self.link.budgets]
-        known = [one for one in correlations if not isnan(one.rho)]
+    def _predicted(self) -> str:
+        """Return whether the methods with more perturbation at the first step find less."""
+        correlations = [budget.principal() for budget in self.correlation.budgets]
+        known = [each for each in correlations if not isnan(each.rho)]
         if not known:
             few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
             return f"whether those that perturb more find less cannot be said: {few}"
-        told = extremes([("", one.rho, text.decimal(one.rho, one.interval)) for one in known])
-        prompts = min(one.deciding for one in known)
-        few = ", too few for an interval" if prompts < LEAST else ""
-        verdicts = [decided(one.interval, 0) for one in known]
-        return (
-            f"{tally_verdicts(verdicts, _TELLS, 'budget')}: ρ = {told} (n = {counted(prompts, 'deciding prompt')}{few})"
-        )
+        rho = extremes([("", each.rho, text.decimal(each.rho, each.rho_interval)) for each in known])
+        prompts = min(each.deciding for each in known)
+        number = f"ρ = {rho} (n = {counted(prompts, 'deciding prompt')})"
+        if prompts < LEAST:
+            return f"too few samples to decide whether those that perturb more find fewer digits: {number}"
+        verdicts = [interval_verdict(each.rho_interval, 0) for each in known]
+        return f"{tally(verdicts, _CLAUSES, 'budget')}: {number}"
 
 
 def needle(trace: Trace) -> Needle:
-    """What is found of a number hidden in a long text, and whether perturbation tells (paper, appendix E, figure 8).
+    """Compare what caches retrieve of a number hidden in a long text (paper, appendix E, figure 8).
 
     Shares of prompts, and of leading digits, in [0, 1], by depth and length: (depth, length). Spearman's ρ between each
-    measure of the first decode step and what was found, across the methods of one prompt and one budget (METHOD: the
+    measure of the first decode step and both outcomes, across the methods of one prompt and one budget (METHOD: the
     protocol, 7).
 
     Args:
@@ -240,14 +218,14 @@ def needle(trace: Trace) -> Needle:
         >>> pk.needle(trace).full.grid.shape
         (2, 2)
     """
-    at_step(trace, ANALYSIS, 0)
+    measured = Measurements(trace, ANALYSIS, None)
     lengths, depths = grid_of(trace)
     check_scored(trace)
-    full, *evicted = methods(trace)
-    measured = measures(trace)
+    full, *evicted = retrieval(measured)
+    by_measure = measures(measured)
     return Needle(
         identity=identity(trace, trace.run.configs),
-        samples=tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole),
+        samples=tuple(name for name, complete in zip(trace.sample_ids, trace.ok, strict=True) if complete),
         cells=cells_of(trace),
         lengths=lengths,
         depths=depths,
@@ -255,22 +233,24 @@ def needle(trace: Trace) -> Needle:
         scenario=trace.run.scenario,
         full=full,
         methods=tuple(evicted),
-        measured=measured,
-        link=correlate(trace, measured),
+        measured=by_measure,
+        correlation=correlate(measured, by_measure),
     )
 
 
-def _outcomes(method: Method, sample: int) -> dict[str, float]:
-    return {name: float(found[sample]) for name, found in method.found.items()}
+def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[RetrievalCorrelation]]]) -> Part:
+    lines = []
+    for budget, correlations in budgets:
+        names = {0: budget.name, 1: f"cache {' to '.join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))}"}
+        lines += [Line(names.get(number, ""), (each,)) for number, each in enumerate(correlations)]
+    return table(title, lines, ("outcome", "measure", "rho", "deciding"), "budget")
 
 
-def _overlap(least: Method, most: Method) -> bool:
-    """True where the exact intervals of two methods share anything; False for a single prompt, which has none."""
+def _outcomes(method: Retrieval, sample: int) -> dict[str, float]:
+    return {name: float(answers[sample]) for name, answers in method.answers.items()}
+
+
+def _overlap(least: Retrieval, most: Retrieval) -> bool:
+    """Return whether the exact intervals of two methods share anything; False for a single prompt, which has none."""
     low, high = most.score_interval, least.score_interval
     return low is not None and high is not None and low.low <= high.high
-
-
-def _first(correlations: tuple[Correlation, ...]) -> Correlation:
-    """Of the propagated perturbation with the digits: the whole number is lost with its first digit."""
-    (found,) = [one for one in correlations if (one.measure, one.outcome) == ("propagated", "digits")]
-    return found

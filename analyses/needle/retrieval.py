@@ -1,117 +1,205 @@
-"""Does perturbation tell whether the needle is still found? Rank correlation between the two. (No paper tested it.).
+"""Retrieval by configuration, length and depth, and its rank correlation with perturbation (paper, appendix E).
 
-Only the first decode step counts, between the configurations of one prompt that share budget, granularity and
-protection: a longer prompt or a smaller cache perturbs more and answers less for many reasons. KL, drift and propagated
-perturbation on the answer's own teacher-forced tokens nearly are the score; they are told apart, as `circular` (METHOD:
-the protocol, 7). Only samples that the full cache answers count: where it fails, eviction has nothing to lose.
-
-What the full cache and each configuration find of the needles, by length and depth (paper, appendix E).
+Ranks compare the configurations of one prompt that share budget, granularity and protection, by measures of the first
+decode step: a longer prompt or a smaller cache perturbs more and answers less for many reasons. KL, drift and
+propagated perturbation on the answer's own teacher-forced tokens nearly are the score; they are separate, as
+`circular` (METHOD: the protocol, 7). Only samples that the full cache answers count: where it fails, eviction has
+nothing to lose. No paper tested this correlation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements
-from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, held_shares, measured_steps, values
+from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measurements, measured_steps
 from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain, ratio
+from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, Scalar, share_of
 from perturbkv.analyses.stats.rank_correlation import spearman
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
-OUTCOMES = ("score", "digits")
+OUTCOMES = {"score": "whole number", "digits": "leading digits"}
 """Exactly right, and the share of leading digits that are."""
+CIRCULAR = {
+    **measurements.CIRCULAR_MEASURES,
+    "kl_all": "KL, nat, all steps",
+    "drift_all": "drift, all steps",
+    "propagated_all": "propagated L1, all steps",
+}
+"""Measures of the answer's own tokens: nearly the score itself. The first two are of the step that gives the first."""
+_BY_DEPTH, _GRID = ("depth",), ("depth", "length")
+_RANKED = ("sample", "config")
 
 
-@dataclass(frozen=True)
-class Method:
-    """One configuration, or the full cache.
+@record
+class Retrieval(Record):
+    """The hidden numbers in the answers from one configuration's cache, or from the full one.
 
     Attributes:
-        config: the configuration; None for the full cache.
-        found: outcome -> (sample,) what was found, in [0, 1].
-        score: share of prompts whose number was found, in [0, 1]; its exact interval.
-        digits: mean share of the number's leading digits that are right; its interval, over samples.
-        by_depth: (depth,) the score over all lengths, with exact intervals; NaN where no prompt fell.
-        digits_by_depth: (depth,) digits over all lengths.
-        grid: (depth, length) score per cell; NaN where no prompt fell.
-        digits_grid: (depth, length) digits per cell.
-        held: entries that the cache holds over those of the full cache; NaN where the trace does not tell.
-        kept_entries: mean entries kept per head and layer; the prompt's length for the full cache.
+        answers: outcome -> (sample,) in [0, 1].
+        grid, digits_grid: NaN where no prompt fell.
     """
 
-    config: EvictionConfig | None
-    found: dict[str, Floats]
-    score: float
-    score_interval: Scalar
-    digits: float
-    digits_interval: Scalar
-    by_depth: Floats
-    by_depth_interval: Band
-    digits_by_depth: Floats
-    grid: Floats
-    digits_grid: Floats
-    held: float
-    kept_entries: float
+    config: EvictionConfig | None = column("whose answers these are; null: the full cache's")
+    answers: dict[str, Floats]
+    score: float = column("share of the prompts whose number is found", unit="share", heading="#number\nfound")
+    score_interval: Scalar = column("exact, over samples")
+    digits: float = column(
+        "mean share of the number's leading digits that are right", unit="share", heading="#leading\ndigits"
+    )
+    digits_interval: Scalar = interval()
+    by_depth: Floats = column("(depth) score over all lengths", dims=_BY_DEPTH)
+    by_depth_interval: Band = column("exact, over samples")
+    digits_by_depth: Floats = column("(depth) digits over all lengths", dims=_BY_DEPTH)
+    grid: Floats = column("(depth, length) score", dims=_GRID)
+    digits_grid: Floats = column("(depth, length) digits", dims=_GRID)
+    cache_share: float = column(
+        "entries that the cache holds over those of the full cache; null where the trace does not tell",
+        key="held",
+        heading="#cache\nshare",
+    )
+    kept_entries: float = column("mean entries per head and layer; of the full cache the prompt's length")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers; not what each sample found."""
-        found: dict[str, Any] = plain({name: value for name, value in vars(self).items() if name != "found"})
-        return found
+    def by_length(self) -> list[float]:
+        """Return the mean score of each length over the depths that have prompts; NaN where none has."""
+        columns = [values[~np.isnan(values)] for values in self.grid.T]
+        return [float(values.mean()) if len(values) else float("nan") for values in columns]
 
 
-def methods(trace: Trace) -> tuple[Method, ...]:
-    """The full cache, then every configuration. Raises TraceError for a run that is not of needles with answers."""
-    found = {name: _with_full(trace, name) for name in OUTCOMES}
-    kept, tokens = values(trace, "kept_count", ANALYSIS), values(trace, "prompt_tokens", ANALYSIS)
-    entries = [float(tokens.mean()), *kept.mean(axis=(0, 2, 3)).tolist()]
-    shares = [1.0, *held_shares(trace, ANALYSIS).tolist()]
-    return tuple(
-        _method(trace, config, {name: array[:, place] for name, array in found.items()}, entries[place], shares[place])
-        for place, config in enumerate([None, *trace.run.configs])
+@record
+class RetrievalCorrelation(Record):
+    """Spearman's ρ between a measure and an outcome, across the configurations of one prompt and one `RankedBudget`.
+
+    Negative: the more perturbed a configuration, the less of the number it finds.
+    """
+
+    SECTION = "correlation with retrieval"
+
+    measure: str = column(
+        "a key of `measured`",
+        heading="measure",
+        text=lambda name: {**FIRST_STEP_MEASURES, **CIRCULAR}[name],
+    )
+    outcome: str = column("score or digits", heading="outcome", text=lambda name: OUTCOMES[name])
+    rho: float = column("Spearman's ρ, mean over prompts; null where no prompt decides", heading="#ρ")
+    rho_interval: Scalar = column("over prompts", key="interval")
+    deciding: int = column(
+        "prompts in which configurations differ in outcome and in the measure; only these have ranks", heading="#n"
     )
 
 
-def _with_full(trace: Trace, name: str) -> Floats:
-    """(sample, 1 + config) an outcome, of the full cache first."""
-    full, evicted = (values(trace, f"{name}{suffix}", ANALYSIS) for suffix in ("_full", ""))
-    return np.concatenate([full[:, None], evicted], axis=1)
+@record
+class RankedBudget(Record):
+    """Configurations of one budget, one granularity and one protection, ranked within each prompt."""
+
+    name: str = column("the budget, and behind it what else distinguishes these configurations from others")
+    configs: tuple[EvictionConfig, ...] = column("the configurations that are ranked")
+    cache_shares: Floats = column(
+        "(configuration) entries of the cache over those of the full cache", key="held", dims=("config",)
+    )
+    correlations: tuple[RetrievalCorrelation, ...] = column("one per measure of the first decode step and outcome")
+    circular: tuple[RetrievalCorrelation, ...] = column(
+        "one per measure of the answer's own tokens, nearly the score itself, and outcome"
+    )
+    score: Floats = column("(sample, configuration) 1 where the number is found", dims=_RANKED)
+    digits: Floats = column("(sample, configuration) share of its leading digits", dims=_RANKED)
+    measured: dict[str, Floats] = column(
+        "measure -> (sample, configuration). Of the first step: `isolated` and `propagated` L1 and `theta` over "
+        "Σ ‖o_h‖₁, `lost` 1 − S, `kl` in nat, `drift` of the last layer over its norm; `…_all`: mean over steps",
+        dims=_RANKED,
+    )
+
+    @derived()
+    def budget(self) -> Budget:
+        """The budget: an integer is entries, another number a share of the prompt."""
+        return self.configs[0].budget
+
+    @property
+    def cache_share_range(self) -> tuple[float, float]:
+        """The least and the largest cache share."""
+        return float(self.cache_shares.min()), float(self.cache_shares.max())
+
+    def by_outcome(self, outcome: str) -> list[RetrievalCorrelation]:
+        """Return the correlations with one outcome, circular ones last."""
+        return [each for each in (*self.correlations, *self.circular) if each.outcome == outcome]
+
+    def principal(self) -> RetrievalCorrelation:
+        """Return that of propagated perturbation and digits: the whole number is lost with its first digit."""
+        (only,) = [each for each in self.by_outcome("digits") if each.measure == "propagated"]
+        return only
 
 
-def _method(
-    trace: Trace, config: EvictionConfig | None, found: dict[str, Floats], entries: float, held: float
-) -> Method:
+@record
+class RetrievalCorrelations(Record):
+    """The rank correlations between perturbation and retrieval, by budget."""
+
+    SECTION = "correlations with retrieval"
+
+    samples: int = column("prompts that the full cache answers; only these count")
+    left_out: int = column("prompts that it does not answer")
+    steps: int = column("decode steps that the circular measures are the mean of")
+    budgets: tuple[RankedBudget, ...] = column("one per budget, granularity and protection")
+    too_few: tuple[str, ...] = column("names of those with fewer than three configurations, which have no ranks")
+
+
+def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
+    """Return what the full cache's answers hold, then what every configuration's do.
+
+    Raises TraceError for a run that is not of needles with answers.
+    """
+    answers = {name: _with_full(measured, name) for name in OUTCOMES}
+    kept, tokens = measured["kept_count"], measured["prompt_tokens"]
+    entries = [float(tokens.mean()), *kept.mean(axis=(0, 2, 3)).tolist()]
+    shares = [1.0, *measured.cache_shares.tolist()]
+    return tuple(
+        _retrieval(
+            measured.trace, config, {name: array[:, index] for name, array in answers.items()}, entries[index],
+            shares[index],
+        )
+        for index, config in enumerate([None, *measured.trace.run.configs])
+    )  # fmt: skip
+
+
+def _with_full(measured: Measurements, name: str) -> Floats:
+    """Return (sample, 1 + config) an outcome, the full cache's first."""
+    return np.concatenate([measured[f"{name}_full"][:, None], measured[name]], axis=1)
+
+
+def _retrieval(
+    trace: Trace, config: EvictionConfig | None, answers: dict[str, Floats], entries: float, cache_share: float
+) -> Retrieval:
     lengths, depths = grid_of(trace)
     cells, shape = cells_of(trace), (len(depths), len(lengths))
     depth_alone = np.stack([cells[:, 0], np.zeros_like(cells[:, 0])], axis=1)
-    return Method(
+    return Retrieval(
         config=config,
-        found=found,
-        score=float(found["score"].mean()),
-        score_interval=intervals.of_samples(found["score"] > 0),
-        digits=float(found["digits"].mean()),
-        digits_interval=intervals.of_mean(found["digits"], share_of(0)),
-        by_depth=_grid(found["score"], depth_alone, (len(depths), 1))[:, 0],
-        by_depth_interval=_depth_intervals(found["score"], cells[:, 0], len(depths)),
-        digits_by_depth=_grid(found["digits"], depth_alone, (len(depths), 1))[:, 0],
-        grid=_grid(found["score"], cells, shape),
-        digits_grid=_grid(found["digits"], cells, shape),
-        held=held,
+        answers=answers,
+        score=float(answers["score"].mean()),
+        score_interval=intervals.of_samples(answers["score"] > 0),
+        digits=float(answers["digits"].mean()),
+        digits_interval=intervals.of_mean(answers["digits"], share_of(0)),
+        by_depth=_cell_means(answers["score"], depth_alone, (len(depths), 1))[:, 0],
+        by_depth_interval=_depth_intervals(answers["score"], cells[:, 0], len(depths)),
+        digits_by_depth=_cell_means(answers["digits"], depth_alone, (len(depths), 1))[:, 0],
+        grid=_cell_means(answers["score"], cells, shape),
+        digits_grid=_cell_means(answers["digits"], cells, shape),
+        cache_share=cache_share,
         kept_entries=entries,
     )
 
 
 def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Lengths and depths of a needle run. Raises TraceError for a run of another dataset."""
+    """Return the lengths and depths of a needle run. Raises TraceError for a run of another dataset."""
     options = trace.run.dataset_options
     if trace.run.dataset != "needle" or "lengths" not in options or not trace.run.generate:
         msg = (
@@ -123,132 +211,26 @@ def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def cells_of(trace: Trace) -> NDArray[np.int64]:
-    """(sample, 2) depth and length of each complete sample, as places in the grid: samples go through it in turns."""
+    """Return (sample, 2) grid indices of each complete sample, depth and length: samples go through them in turns."""
     lengths, depths = grid_of(trace)
-    places = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
-    return np.stack([places % len(depths), places // len(depths)], axis=1)
+    cells = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
+    return np.stack([cells % len(depths), cells // len(depths)], axis=1)
 
 
-def _depth_intervals(found: Floats, depth: NDArray[np.int64], depths: int) -> Band:
-    """Exact intervals of each depth's share; NaN where fewer than two prompts fell, None where nowhere more did."""
-    each = [intervals.of_samples(found[depth == place] > 0) for place in range(depths)]
+def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Band:
+    """Return exact intervals of each depth's share: NaN where fewer than two prompts fell, None where all are NaN."""
+    each = [intervals.of_samples(score[depth == index] > 0) for index in range(depths)]
     if not any(each):
         return None
     low, high = ([np.nan if one is None else getattr(one, end) for one in each] for end in ("low", "high"))
     return Interval(np.array(low), np.array(high))
 
 
-def _grid(found: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:
+def _cell_means(values: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:
     total, count = np.zeros(shape), np.zeros(shape)
-    np.add.at(total, tuple(cells.T), found)
+    np.add.at(total, tuple(cells.T), values)
     np.add.at(count, tuple(cells.T), 1)
     return np.asarray(ratio(total, count))
-
-
-CIRCULAR = {
-    **measurements.CIRCULAR_MEASURES,
-    "kl_all": "KL, nat, all steps",
-    "drift_all": "drift, all steps",
-    "propagated_all": "propagated L1, all steps",
-}
-"""Of the answer's own tokens: nearly the score itself. The first two are of the first step, which gives the first."""
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """Spearman's ρ between a measure and an outcome across the configurations of one prompt and one `BudgetLink`.
-
-    Negative: the more perturbed a configuration, the less of the number it finds.
-
-    Attributes:
-        measure: a key of `MEASURES` or `CIRCULAR`.
-        outcome: `score` (exactly right) or `digits` (share of leading digits).
-        rho: mean over prompts; NaN where no prompt decides.
-        interval: of that mean.
-        deciding: prompts in which configurations differ in outcome and in the measure; only these have ranks.
-    """
-
-    measure: str
-    outcome: str
-    rho: float
-    interval: Scalar
-    deciding: int
-
-
-@dataclass(frozen=True)
-class BudgetLink:
-    """Configurations of one budget, one granularity and one protection.
-
-    Attributes:
-        name: the budget as the user gave it, and behind it the granularity and the protection where the run has
-            several.
-        configs: its configurations.
-        held: (config,) entries that each cache holds over those of the full cache; NaN where the trace does not tell.
-        correlations: one per measure and outcome; `circular` those that nearly are the score.
-        score, digits: (sample, config) the outcomes.
-        measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
-    """
-
-    name: str
-    configs: tuple[EvictionConfig, ...]
-    held: Floats
-    correlations: tuple[Correlation, ...]
-    circular: tuple[Correlation, ...]
-    score: Floats
-    digits: Floats
-    measured: dict[str, Floats]
-
-    @property
-    def held_ends(self) -> tuple[float, float]:
-        """The least and the largest of `held`."""
-        return float(self.held.min()), float(self.held.max())
-
-    def of(self, outcome: str) -> list[Correlation]:
-        """The correlations with one outcome, those that nearly are the score behind the others."""
-        return [one for one in (*self.correlations, *self.circular) if one.outcome == outcome]
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """The link between perturbation and retrieval.
-
-    Attributes:
-        samples: that the full cache answers; `left_out`: the others.
-        steps: decode steps that the circular measures are the mean of.
-        budgets: one entry per budget, granularity and protection of three configurations or more; `too_few`: the
-            names of the others.
-    """
-
-    samples: int
-    left_out: int
-    steps: int
-    budgets: tuple[BudgetLink, ...]
-    too_few: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers; the measures beside each score."""
-        links = [{"budget": link.configs[0].budget, **vars(link)} for link in self.budgets]
-        found: dict[str, Any] = plain({**vars(self), "budgets": links})
-        return found
-
-
-def correlate(trace: Trace, measured: dict[str, Floats]) -> Retrieval:
-    """Correlations of the `measures` of a run that generated answers. Raises TraceError where it lacks these."""
-    answered = values(trace, "score_full", ANALYSIS) == 1
-    outcomes = {name: values(trace, name, ANALYSIS)[answered] for name in OUTCOMES}
-    measured = {name: array[answered] for name, array in measured.items()}
-    budgets = ranked_together(trace.run.configs)
-    return Retrieval(
-        samples=int(answered.sum()),
-        left_out=int((~answered).sum()),
-        steps=trace.run.steps,
-        budgets=tuple(
-            _link(trace, name, places, measured, outcomes)
-            for name, places in budgets.items()
-            if len(places) >= LEAST_CONFIGS
-        ),
-        too_few=tuple(name for name, places in budgets.items() if len(places) < LEAST_CONFIGS),
-    )
 
 
 def check_scored(trace: Trace) -> None:
@@ -271,54 +253,78 @@ def check_scored(trace: Trace) -> None:
         raise TraceError(msg)
 
 
-def measures(trace: Trace) -> dict[str, Floats]:
-    """(sample, config) of each measure, equal where all kept sets are, relative to the full run's norms."""
+def measures(measured: Measurements) -> dict[str, Floats]:
+    """Return (sample, config) of each measure, equal where all kept sets are, relative to the full run's norms."""
+    trace = measured.trace
     steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
-    heads = values(trace, "output_norm", ANALYSIS).sum(axis=(2, 3))[:, None]
-    moved = values(trace, "perturbation_propagated", ANALYSIS).sum(axis=(3, 4)) / heads
-    drift = values(trace, "hidden_drift_l1", ANALYSIS)[..., -1] / values(trace, "hidden_norm", ANALYSIS)[:, None, :, -1]
+    heads = measured["output_norm"].sum(axis=(2, 3))[:, None]
+    moved = measured["perturbation_propagated"].sum(axis=(3, 4)) / heads
+    drift = measured["hidden_drift_l1"][..., -1] / measured["hidden_norm"][:, None, :, -1]
     later = {
-        "kl_all": _mean(values(trace, "logit_kl", ANALYSIS), steps),
-        "drift_all": _mean(drift, steps),
-        "propagated_all": _mean(moved, steps),
+        "kl_all": _mean_over_steps(measured["logit_kl"], steps),
+        "drift_all": _mean_over_steps(drift, steps),
+        "propagated_all": _mean_over_steps(moved, steps),
     }
     return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.alike_first_steps(trace, later)}
 
 
-def _mean(array: Floats, steps: np.ndarray) -> Floats:
-    """(sample, config) mean over the steps that each sample has."""
-    held = steps[:, None]
-    return np.asarray(np.where(held, array, 0).sum(axis=-1) / held.sum(axis=-1))
+def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
+    """Return the (sample, config) mean over the steps that each sample has."""
+    known = steps[:, None]
+    return np.asarray(np.where(known, array, 0).sum(axis=-1) / known.sum(axis=-1))
 
 
-def _link(
-    trace: Trace, name: str, places: list[int], measured: dict[str, Floats], outcomes: dict[str, Floats]
-) -> BudgetLink:
-    here = {name: array[:, places] for name, array in measured.items()}
-    scored = {name: array[:, places] for name, array in outcomes.items()}
+def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> RetrievalCorrelations:
+    """Return the correlations of the `measures` of a run with its answers. Raises TraceError where it lacks these."""
+    answered = measured["score_full"] == 1
+    outcomes = {name: measured[name][answered] for name in OUTCOMES}
+    answered_measures = {name: array[answered] for name, array in by_measure.items()}
+    run, budgets = measured.trace.run, ranked_together(measured.trace.run.configs)
+    return RetrievalCorrelations(
+        samples=int(answered.sum()),
+        left_out=int((~answered).sum()),
+        steps=run.steps,
+        budgets=tuple(
+            _ranked(measured, name, indices, answered_measures, outcomes)
+            for name, indices in budgets.items()
+            if len(indices) >= LEAST_CONFIGS
+        ),
+        too_few=tuple(name for name, indices in budgets.items() if len(indices) < LEAST_CONFIGS),
+    )
+
+
+def _ranked(
+    measured: Measurements,
+    name: str,
+    indices: Sequence[int],
+    by_measure: Mapping[str, Floats],
+    outcomes: Mapping[str, Floats],
+) -> RankedBudget:
+    own = {measure: array[:, indices] for measure, array in by_measure.items()}
+    scored = {outcome: array[:, indices] for outcome, array in outcomes.items()}
     first, circular = (
-        tuple(_correlation(one, outcome, here[one], scored[outcome]) for outcome in OUTCOMES for one in names)
+        tuple(_correlation(one, outcome, own[one], scored[outcome]) for outcome in OUTCOMES for one in names)
         for names in (FIRST_STEP_MEASURES, CIRCULAR)
     )
-    return BudgetLink(
+    return RankedBudget(
         name=name,
-        configs=tuple(trace.run.configs[place] for place in places),
-        held=held_shares(trace, ANALYSIS)[places],
+        configs=tuple(measured.trace.run.configs[index] for index in indices),
+        cache_shares=measured.cache_shares[indices],
         correlations=first,
         circular=circular,
         score=scored["score"],
         digits=scored["digits"],
-        measured=here,
+        measured=own,
     )
 
 
-def _correlation(measure: str, outcome: str, measured: Floats, found: Floats) -> Correlation:
-    within = spearman(measured.T, found.T) if len(found) else np.empty(0)
-    held = within[~np.isnan(within)]
-    return Correlation(
+def _correlation(measure: str, outcome: str, measured: Floats, answers: Floats) -> RetrievalCorrelation:
+    within = spearman(measured.T, answers.T) if len(answers) else np.empty(0)
+    known = within[~np.isnan(within)]
+    return RetrievalCorrelation(
         measure=measure,
         outcome=outcome,
-        rho=float(ratio(held.sum(), len(held))),
-        interval=intervals.of_mean(held, CORRELATION),
-        deciding=len(held),
+        rho=float(ratio(known.sum(), len(known))),
+        rho_interval=intervals.of_mean(known, CORRELATION),
+        deciding=len(known),
     )

@@ -1,87 +1,180 @@
-"""How far one configuration's answers go with the full cache's, and how far its reading of that answer does.
+"""Divergence points: one configuration's answers, and its reading of the full cache's answer, beside the full cache.
 
-ROUGE-L of two texts: how much of one stands in the other in the same order (Lin, 2004, section 3).
+ROUGE-L of two texts: the longest common subsequence of words (Lin, 2004, section 3).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from math import isinf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import text as words
+from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import Band, Interval, Scalar
 from perturbkv.configs.eviction import EvictionConfig
 
 _WORDS = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
-"""Letters and digits that stand together; of scripts that part no words, each sign."""
+"""Letters and digits that stand together; in scripts without spaces, each sign."""
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words, in lower case and without punctuation, in [0, 1].
+    """Return F1 of the longest common subsequence of words, in lower case and without punctuation, in [0, 1].
 
     Of two texts without words 1 where both are the same, else 0.
     """
-    found, wanted = (_WORDS.findall(one.lower()) for one in (text, reference))
-    if not found or not wanted:
+    own, wanted = (_WORDS.findall(part.lower()) for part in (text, reference))
+    if not own or not wanted:
         return float(text.strip() == reference.strip())
-    return 2 * _longest_common(found, wanted) / (len(found) + len(wanted))
+    return 2 * _longest_common(own, wanted) / (len(own) + len(wanted))
 
 
 def _longest_common(first: list[str], second: list[str]) -> int:
-    """Length of the longest common subsequence, 64 words and more at once: a bit per word of `first` (Hyyrö, 2004)."""
-    places: dict[str, int] = {}
-    for place, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << place
+    """Return the length of the longest common subsequence: a bit per word of `first` (Hyyrö, 2004)."""
+    bits: dict[str, int] = {}
+    for index, word in enumerate(first):
+        bits[word] = bits.get(word, 0) | 1 << index
     whole = (1 << len(first)) - 1
     row = whole
     for word in second:
-        matched = row & places.get(word, 0)
+        matched = row & bits.get(word, 0)
         row = (row + matched) | (row - matched)
     return len(first) - (row & whole).bit_count()
 
 
 _BETWEEN = intervals.share_of(0)
-"""A mean over samples of numbers from 0 to 1, which are shares of no heads."""
+"""A mean over samples of numbers from 0 to 1."""
 MOST_SPANS = 32
+AT_START = "Cache shares are those at the start of the answers."
+"""A caveat where caches are compressed again while they answer."""
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Free:
-    """Answers that every cache wrote on its own, against the full cache's.
+def _tokens(value: float, ends: Scalar = None) -> str:
+    """Return a number of tokens, or never, with its interval."""
+    return _count(value) + words.ends(ends, _count, " ")
 
-    Attributes:
-        first: (sample,) place of the first token that differs, from 0; where one answer ends and the other goes on, its
-            end; infinite where no token differs, up to the end or to as many tokens as were asked for.
-        median: of `first`, the lower of two middle ones.
-        median_interval: two samples' values.
-        equal_interval: exact, of the share of samples.
-        rouge: (sample,) ROUGE-L against the full cache's answer.
-        rouge_interval: of its mean.
+
+def _count(value: float) -> str:
+    return "never" if isinf(value) else f"{value:,.0f}"
+
+
+@record
+class ForcedReading(Record):
+    """One cache's prediction of each next token of the full cache's answer; a sample without tokens is NaN.
+
+    KL is summarised by medians over samples: a single one can dominate a mean.
     """
 
-    first: Floats
-    median: float
-    median_interval: Scalar
-    equal_interval: Scalar
-    rouge: Floats
-    rouge_interval: Scalar
+    SECTION = "forced reading of a configuration"
+
+    kl: Floats = column("per sample: mean over the answer's steps", unit="nat", dims=("sample",))
+    kl_interval: Scalar = interval("of the median over samples")
+    last: Floats = column("per sample: mean over the last third of its steps", unit="nat", dims=("sample",))
+    last_interval: Scalar = interval("of the median over samples")
+    top1: Floats = column("per sample: share of steps at which both would take the same token", dims=("sample",))
+    top1_interval: Scalar = interval("of the mean over samples")
+    curve: Floats = column("median over samples of the mean KL over the steps of each span", unit="nat", dims=("span",))
+    curve_interval: Band = interval("of the curve; NaN where the samples are too few for the first span's kind")
+
+    @derived(unit="nat")
+    def median_kl(self) -> float:
+        """Median over samples of KL over all of an answer."""
+        return float(np.nanmedian(self.kl))
+
+    @derived(unit="nat")
+    def median_last(self) -> float:
+        """Median over samples of KL over the last third."""
+        return float(np.nanmedian(self.last))
+
+    @derived()
+    def mean_top1(self) -> float:
+        """Mean over samples of the share of same tokens."""
+        return float(np.nanmean(self.top1))
+
+
+@record
+class DivergencePoint(Record):
+    """One configuration's answers beside the full cache's."""
+
+    SECTION = "divergence point"
+
+    config: EvictionConfig = column("the configuration")
+    cache_share: float = column(
+        "entries of its cache over those of the full one when the answers began, mean over samples", key="held_share",
+        heading="#cache\nshare",
+    )  # fmt: skip
+    first_difference: Floats = column(
+        "per sample: index of the first token that differs, from 0; where one answer ends and the other goes on, its "
+        "end; null: none differs",
+        dims=("sample",),
+    )
+    equal_share_interval: Scalar = interval("of the share of equal answers, exact")
+    median_first_difference: float = column(
+        "median over samples of the tokens before the first that differs, the lower of two middle ones; null: none "
+        "differs",
+        heading="#first\ndifference", text=_tokens,
+    )  # fmt: skip
+    median_first_difference_interval: Scalar = interval("of it; an end that is null lies beyond every answer")
+    rouge_l: Floats = column("per sample: ROUGE-L (F1 of words) against the full cache's answer", dims=("sample",))
+    mean_rouge_l_interval: Scalar = interval("of the mean ROUGE-L")
+    forced: ForcedReading | None = column("its reading of the full cache's answer, where that was measured")
 
     @property
     def equal(self) -> NDArray[np.bool_]:
         """(sample,) whether no token differs."""
-        return np.isinf(self.first)
+        return np.isinf(self.first_difference)
+
+    @derived(unit="share", heading="#equal\nanswers")
+    def equal_share(self) -> float:
+        """Share of samples in which no token differs."""
+        return float(self.equal.mean())
+
+    @derived(heading="#ROUGE-L")
+    def mean_rouge_l(self) -> float:
+        """Mean over samples of ROUGE-L (F1 of the longest common sequence of words) against the full cache's answer."""
+        return float(self.rouge_l.mean())
+
+    @derived(heading="#KL,\nnat", json=False, text=words.significant)
+    def kl(self) -> float | None:
+        """Median over samples of KL(full ‖ evicted), mean over the steps of the full cache's answer."""
+        return self.forced.median_kl if self.forced else None
+
+    @property
+    def kl_interval(self) -> Scalar:
+        """Interval of the median KL."""
+        return self.forced.kl_interval if self.forced else None
+
+    @derived(heading="#KL,\nlast third", json=False, text=words.significant)
+    def kl_last(self) -> float | None:
+        """The same over the last third of each answer's own steps."""
+        return self.forced.median_last if self.forced else None
+
+    @property
+    def kl_last_interval(self) -> Scalar:
+        """Interval of the median KL over the last third."""
+        return self.forced.last_interval if self.forced else None
+
+    @derived(heading="#same next\ntoken", unit="share", json=False)
+    def same_token(self) -> float | None:
+        """Mean over samples of the share of steps at which both caches would take the same token."""
+        return self.forced.mean_top1 if self.forced else None
+
+    @property
+    def same_token_interval(self) -> Scalar:
+        """Interval of the mean share of same tokens."""
+        return self.forced.top1_interval if self.forced else None
 
     def alike_after(self, tokens: int) -> tuple[Floats, Band]:
-        """(tokens + 1,) share of samples in whose first 0, 1, … tokens none differs, and its exact band."""
-        counts, samples = (self.first >= np.arange(tokens + 1)[:, None]).sum(axis=1), len(self.first)
+        """Return (tokens + 1,) shares of samples in whose first 0, 1, … tokens none differs, and their exact band."""
+        counts = (self.first_difference >= np.arange(tokens + 1)[:, None]).sum(axis=1)
+        samples = len(self.first_difference)
         ends = [intervals.of_samples(np.arange(samples) < count) for count in range(samples + 1)]
         known = [end for end in ends if end is not None]
         if not known:
@@ -90,114 +183,41 @@ class Free:
         return counts / samples, Interval(low[counts], high[counts])
 
 
-@dataclass(frozen=True)
-class Forced:
-    """What a cache makes of each next token of the full cache's answer; a sample without tokens is NaN.
-
-    KL is told by medians over samples: a single one can make a mean, and no interval sees it where it was not drawn.
-
-    Attributes:
-        kl: (sample,) mean over the answer's steps, nat.
-        kl_interval: of the median over samples.
-        last: (sample,) mean over the last third of the answer's own steps, nat.
-        last_interval: of the median over samples.
-        top1: (sample,) share of steps at which both would take the same token.
-        top1_interval: of the mean over samples.
-        curve: (span,) median KL over the samples that have steps there, each one's the mean over its steps.
-        curve_interval: of `curve`; NaN where these are too few for the first span's kind.
-    """
-
-    kl: Floats
-    kl_interval: Scalar
-    last: Floats
-    last_interval: Scalar
-    top1: Floats
-    top1_interval: Scalar
-    curve: Floats
-    curve_interval: Band
-
-    @property
-    def medians(self) -> dict[str, float]:
-        """Median KL over samples, of all of an answer and of its last third."""
-        return {"kl": float(np.nanmedian(self.kl)), "last": float(np.nanmedian(self.last))}
-
-
-@dataclass(frozen=True)
-class Parting:
-    """One configuration.
-
-    Attributes:
-        config: the configuration.
-        held: entries of its cache over those of the full one when the answers began; NaN where it is not known. A cache
-            that is compressed again while it answers holds less later.
-        free: its own answers.
-        forced: its reading of the full cache's answers; None where that was not measured.
-    """
-
-    config: EvictionConfig
-    held: float
-    free: Free
-    forced: Forced | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        free, forced = self.free, self.forced
-        found: dict[str, Any] = plain(
-            {
-                "config": self.config,
-                "held_share": self.held,
-                "first_difference": free.first,
-                "equal_share": free.equal.mean(),
-                "equal_share_interval": free.equal_interval,
-                "median_first_difference": free.median,
-                "median_first_difference_interval": free.median_interval,
-                "rouge_l": free.rouge,
-                "mean_rouge_l": free.rouge.mean(),
-                "mean_rouge_l_interval": free.rouge_interval,
-                "forced": forced and {**vars(forced), "median_kl": forced.medians["kl"],
-                                      "median_last": forced.medians["last"], "mean_top1": np.nanmean(forced.top1)},
-            }
-        )  # fmt: skip
-        return found
-
-
-def parting(rows: Sequence[Row], config: EvictionConfig, span: int) -> Parting:
-    """One configuration over all samples; `span` steps of an answer make one point of the curve."""
-    label = config.label()
-    held = [row["evicted"][label].get("held_share", np.nan) for row in rows]
-    forced = None if rows[0].get("divergence") is None else _forced(rows, label, span)
-    return Parting(config, float(np.mean(held)), _free(rows, label), forced)
-
-
 def spans(values: Sequence[Sequence[float]], span: int) -> Floats:
-    """(sample, span) means over `span` steps of each sample's values; NaN where a sample has none of them."""
+    """Return (sample, span) means over `span` steps of each sample's values; NaN where a sample has none of them."""
     count = -(-max(map(len, values)) // span)
     return np.array(
-        [[_mean(one[place * span : (place + 1) * span]) for place in range(count)] for one in values], dtype=np.float64
+        [[_mean(one[index * span : (index + 1) * span]) for index in range(count)] for one in values], dtype=np.float64
     ).reshape(len(values), count)
 
 
-def _free(rows: Sequence[Row], label: str) -> Free:
+def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> DivergencePoint:
+    """Return one configuration over all samples; `span` steps of an answer make one point of the curve."""
+    label = config.label()
+    shares = [row["evicted"][label].get("held_share", np.nan) for row in rows]
     pairs = [(row["full"]["tokens"], row["evicted"][label]["tokens"]) for row in rows]
     first = np.array([_first_difference(full, evicted) for full, evicted in pairs])
     rouge = np.array([rouge_l(row["evicted"][label]["text"], row["full"]["text"]) for row in rows])
     middle = intervals.of_medians(first[:, None])
-    return Free(
-        first=first,
-        median=float(np.quantile(first, 0.5, method="lower")),
-        median_interval=None if middle is None else middle.at(0),
-        equal_interval=intervals.of_samples(np.isinf(first)),
-        rouge=rouge,
-        rouge_interval=intervals.of_mean(rouge, _BETWEEN),
+    return DivergencePoint(
+        config=config,
+        cache_share=float(np.mean(shares)),
+        first_difference=first,
+        equal_share_interval=intervals.of_samples(np.isinf(first)),
+        median_first_difference=float(np.quantile(first, 0.5, method="lower")),
+        median_first_difference_interval=None if middle is None else middle.at(0),
+        rouge_l=rouge,
+        mean_rouge_l_interval=intervals.of_mean(rouge, _BETWEEN),
+        forced=None if rows[0].get("divergence") is None else _forced(rows, label, span),
     )
 
 
-def _forced(rows: Sequence[Row], label: str, span: int) -> Forced:
+def _forced(rows: Sequence[Row], label: str, span: int) -> ForcedReading:
     read = [row["divergence"]["caches"][label] for row in rows]
     kl, top1 = (np.array([_mean(one[name]) for one in read]) for name in ("kl", "top1"))
     last = np.array([_mean(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
     curves = spans([one["kl"] for one in read], span)
-    return Forced(
+    return ForcedReading(
         kl=kl,
         kl_interval=_of_median(kl),
         last=last,
@@ -210,18 +230,18 @@ def _forced(rows: Sequence[Row], label: str, span: int) -> Forced:
 
 
 def _of_median(each: Floats) -> Scalar:
-    """Of the median over the samples (sample,) that are not NaN."""
+    """Return the interval of the median over the samples (sample,) that are not NaN."""
     band = intervals.of_medians(each[~np.isnan(each), None])
     return None if band is None else band.at(0)
 
 
 def _of_medians(curves: Floats) -> Band:
-    """Of each span's median over the samples (sample, span) that have it; NaN where their kind is not the first's."""
-    found = [_of_median(one) for one in curves.T]
-    if not found or found[0] is None:
+    """Return the band of each span's median over the samples (sample, span); NaN where its kind is not the first's."""
+    each = [_of_median(one) for one in curves.T]
+    if not each or each[0] is None:
         return None
-    kind = found[0].kind
-    alike = [one if one is not None and one.kind == kind else Interval(np.nan, np.nan) for one in found]
+    kind = each[0].kind
+    alike = [one if one is not None and one.kind == kind else Interval(np.nan, np.nan) for one in each]
     low, high = (np.array([getattr(one, end) for one in alike]) for end in ("low", "high"))
     return Interval(low, high, kind)
 
@@ -230,7 +250,7 @@ def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:
     if full == evicted:
         return float("inf")
     pairs = enumerate(zip(full, evicted, strict=False))
-    return float(next((place for place, (one, other) in pairs if one != other), min(len(full), len(evicted))))
+    return float(next((index for index, (one, other) in pairs if one != other), min(len(full), len(evicted))))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
-"""Scores of several data sets side by side: which traces belong in one table, and what each of them holds.
+"""Graded data sets side by side, and the terms of their grades: metric, length of answers, cut prompts, chat template.
 
-On which terms answers were asked for and graded: metric, length of an answer, cut prompts, chat template.
+Traces of one table share model, scenario and number type; each data set and each prompt is there once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, at_step, held_by_sample, only_alike, scores, values
+from perturbkv.analyses.measurements import Floats, Measurements, only_alike, scores
 from perturbkv.analyses.multi_trace import check_once
 from perturbkv.analyses.pairing import counted
 from perturbkv.configs.eviction import EvictionConfig
@@ -27,16 +27,16 @@ _OWN = {NEEDLE: frozenset({"exact-number"})}
 
 @dataclass(frozen=True)
 class Terms:
-    """What a data set's scores depend on beside model, prompts and configurations.
+    """The conditions of a data set's scores beside model, prompts and configurations.
 
     Attributes:
-        metrics: that graded; empty where the trace does not tell.
-        own_metrics: the data set's; empty of one that has none.
+        metrics: that graded; empty where the trace does not name them.
+        own_metrics: the data set's; empty where it has none.
         answer: tokens of an answer at most.
-        own_answers: data set -> tokens that it gives an answer; of a file there may be several, or none.
+        own_answers: data set -> tokens that it gives an answer; a file may have several, or none.
         max_tokens: to which longer prompts were cut; None: they were not.
         chat: whether prompts went through the chat template.
-        own_chats: what the data sets go with; where nothing is recorded, with one.
+        own_chats: whether the data sets go with one; where nothing is recorded, they do.
     """
 
     metrics: frozenset[str]
@@ -53,7 +53,7 @@ Named = Sequence[tuple[str, Terms]]
 
 
 def terms(run: RunConfig) -> Terms:
-    """The terms of a run."""
+    """Return the terms of a run."""
     recorded = _recorded(run)
     own = frozenset(_metric(str(one["metric"])) for one in recorded.values() if "metric" in one)
     lengths = ((name, one["generation_length"]) for name, one in recorded.items() if "generation_length" in one)
@@ -69,32 +69,32 @@ def terms(run: RunConfig) -> Terms:
 
 
 def _recorded(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """LongBench's or RULER's data set -> its wording; needle's is a list of sentences, which name no terms."""
-    found = run.dataset_options.get("wording", {})
-    return {name: one for name, one in found.items() if isinstance(one, dict)}
+    """Return LongBench's or RULER's data set -> its wording; needle's is a list of sentences, which name no terms."""
+    wording = run.dataset_options.get("wording", {})
+    return {name: one for name, one in wording.items() if isinstance(one, dict)}
 
 
 def _metric(function: str) -> str:
-    """`qa_f1` of LongBench's `get_qa_f1_with_score`."""
+    """Return `qa_f1` for LongBench's `get_qa_f1_with_score`."""
     return function.removeprefix("get_").removesuffix("_with_score")
 
 
 def graded_by(named: Named) -> str:
-    """'the data sets' own metrics (qa_f1, rouge)', or which metric graded which data set."""
+    """Return 'the data sets' own metrics (qa_f1, rouge)', or the metric of each data set."""
     own = [one for one in named if one[1].metrics and one[1].metrics == one[1].own_metrics]
-    others = [one for one in named if one not in own]
-    told = [_of(metrics, names, named) for metrics, names in _alike(others, _metrics)]
+    foreign = [one for one in named if one not in own]
+    parts = [_with_names(metrics, names, named) for metrics, names in _grouped(foreign, _metrics)]
     if own:
         metrics = ", ".join(sorted({metric for _, one in own for metric in one.metrics}))
-        told.append(
+        parts.append(
             f"the data sets' own metrics ({metrics})" if len(own) > 1 else f"{own[0][0]}'s own metric ({metrics})"
         )
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def departures(named: Named) -> list[str]:
-    """A sentence for each of answers' length, cut and chat template that is not the data sets' own."""
-    return [said for said in (_lengths(named), _cuts(named), *_chats(named)) if said]
+    """Return a sentence for each of answers' length, cut and chat template that is not the data sets' own."""
+    return list(filter(None, (_lengths(named), _cuts(named), *_chats(named))))
 
 
 def _metrics(one: Terms) -> str:
@@ -102,18 +102,18 @@ def _metrics(one: Terms) -> str:
 
 
 def _lengths(named: Named) -> str:
-    """Of data sets that give answers no length, or others than these were asked for."""
+    """Return the lengths of answers where the data sets have none of their own, or another one."""
     other = [(name, one) for name, one in named if {length for _, length in one.own_answers} != {one.answer}]
-    found = [_of(said, names, named) for said, names in _alike(other, lambda one: f"{one.answer:,} tokens")]
+    used = [_with_names(part, names, named) for part, names in _grouped(other, lambda one: f"{one.answer:,} tokens")]
     own = sorted({kept for _, one in other for kept in one.own_answers if kept[1] != one.answer})
     lengths = f" (own lengths: {', '.join(f'{name} {length}' for name, length in own)})" if own else ""
-    return f"Answers: at most {', '.join(found)}{lengths}." if found else ""
+    return f"Answers: at most {', '.join(used)}{lengths}." if used else ""
 
 
 def _cuts(named: Named) -> str:
     if all(one.max_tokens is None for _, one in named):
         return ""
-    return f"Prompts: {', '.join(_of(said, names, named) for said, names in _alike(named, _cut))}."
+    return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _grouped(named, _cut))}."
 
 
 def _cut(one: Terms) -> str:
@@ -121,31 +121,31 @@ def _cut(one: Terms) -> str:
 
 
 def _chats(named: Named) -> list[str]:
-    """Of data sets that went otherwise than they go."""
+    """Return with or without a chat template where the data sets go otherwise."""
     other = [(name, one) for name, one in named if one.own_chats != {one.chat}]
-    return [f"{_of(said, names, named)}." for said, names in _alike(other, _chat)]
+    return [f"{_with_names(part, names, named)}." for part, names in _grouped(other, _chat)]
 
 
 def _chat(one: Terms) -> str:
     return "With a chat template" if one.chat else "Without a chat template"
 
 
-def _alike(named: Named, of: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
-    """What is said of some data sets, and of which."""
-    found: dict[str, list[str]] = {}
+def _grouped(named: Named, describe: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
+    """Return each description with the names of its data sets."""
+    groups: dict[str, list[str]] = {}
     for name, one in named:
-        found.setdefault(of(one), []).append(name)
-    return list(found.items())
+        groups.setdefault(describe(one), []).append(name)
+    return list(groups.items())
 
 
-def _of(said: str, names: Sequence[str], named: Named) -> str:
-    """'f1 (mine, yours)'; where all are alike without their names."""
-    return said if len(names) == len(named) else f"{said} ({', '.join(names)})"
+def _with_names(description: str, names: Sequence[str], named: Named) -> str:
+    """Return 'f1 (mine, yours)'; where all are alike without their names."""
+    return description if len(names) == len(named) else f"{description} ({', '.join(names)})"
 
 
 ANALYSIS = "quality"
-_ALIKE = ("model", "revision", "random_weights", "scenario", "dtype", "head_scores")
-"""What runs share whose scores stand in one table; on which terms each was asked and graded, its `Terms` say."""
+_SHARED = ("model", "revision", "random_weights", "scenario", "dtype", "head_scores")
+"""Settings that runs share whose scores stand in one table; `Terms` may differ."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,10 @@ class Task:
         terms: on which they were asked and graded.
         full: (sample,) scores of the full cache's answers, in [0, 1].
         evicted: (sample, config) of the configurations that all traces share.
-        held: (sample, config) entries that the cache holds over those of the full one; NaN where the trace does not
-            tell.
+        cache_shares: (sample, config) entries of the cache over those of the full one; NaN where the trace lacks them.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
-        alike: how many samples' full answers have no token but one that all caches share, as `about_first_token` says.
+        alike: samples whose full answer has no token but one that all caches share, as `about_first_token` says.
     """
 
     name: str
@@ -176,27 +175,27 @@ class Task:
     terms: Terms
     full: Floats
     evicted: Floats
-    held: Floats
+    cache_shares: Floats
     propagated: Floats
     kl: Floats
     alike: int
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
-    """One task per trace, those of a kind together. Raises TraceError where answers are not there or not graded."""
+    """Return one task per trace, those of a kind together. Raises TraceError for answers that are not graded."""
     names = _names([trace.run.dataset for trace in traces])
-    found = [
+    made = [
         _task(name, trace, [trace.run.configs.index(config) for config in configs])
         for name, trace in zip(names, traces, strict=True)
     ]
-    return tuple(sorted(found, key=lambda task: KINDS.index(task.kind)))
+    return tuple(sorted(made, key=lambda task: KINDS.index(task.kind)))
 
 
-def _task(name: str, trace: Trace, places: list[int]) -> Task:
-    at_step(trace, ANALYSIS, 0)
+def _task(name: str, trace: Trace, indices: list[int]) -> Task:
+    measured = Measurements(trace, ANALYSIS, 0)
     graded = scores(trace, ANALYSIS)
-    moved = values(trace, "perturbation_propagated", ANALYSIS, 0).sum(axis=(2, 3))
-    norms = values(trace, "output_norm", ANALYSIS, 0).sum(axis=(1, 2))
+    perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
+    norms = measured["output_norm"].sum(axis=(1, 2))
     return Task(
         name=name,
         dataset=trace.run.dataset,
@@ -205,28 +204,28 @@ def _task(name: str, trace: Trace, places: list[int]) -> Task:
         failed=len(trace.failures),
         terms=terms(trace.run),
         full=graded.full,
-        evicted=graded.evicted[:, places],
-        held=held_by_sample(trace, ANALYSIS)[:, places],
-        propagated=np.asarray(moved / norms[:, None])[:, places],
-        kl=values(trace, "logit_kl", ANALYSIS, 0)[:, places],
+        evicted=graded.evicted[:, indices],
+        cache_shares=measured.cache_shares_by_sample[:, indices],
+        propagated=np.asarray(perturbation / norms[:, None])[:, indices],
+        kl=measured["logit_kl"][:, indices],
         alike=int(only_alike(trace).sum()),
     )
 
 
 def _names(datasets: Sequence[str]) -> list[str]:
-    """Names of data sets, and stems of files where these are different."""
+    """Return names of data sets, and stems of files where these are different."""
     stems = [Path(one).stem if one.endswith((".jsonl", ".json")) else one for one in datasets]
     return stems if len(set(stems)) == len(stems) else list(datasets)
 
 
 def _kind(run: RunConfig) -> str:
-    """Of a file whose rows are all of one known data set, that one's."""
-    found, worded = kind_of(run.dataset), list(run.dataset_options.get("wording", {}))
-    return kind_of(worded[0]) if found == OTHERS and len(worded) == 1 else found
+    """Return the kind of task; of a file whose rows are all of one known data set, that one's."""
+    kind, worded = kind_of(run.dataset), list(run.dataset_options.get("wording", {}))
+    return kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind
 
 
 def shared(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
-    """The configurations that all traces hold, in the first one's order.
+    """Return the configurations that all traces hold, in the first one's order.
 
     Raises TraceError, which names the trace, for none at all, a data set or a prompt that is there twice, runs of other
     models or scenarios, and where no configuration is shared.
@@ -235,19 +234,19 @@ def shared(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
         msg = f"{ANALYSIS} needs at least one trace, got none"
         raise TraceError(msg)
     _check_alike(traces)
-    _check_apart(traces)
-    held = [trace.run.configs for trace in traces]
-    found = tuple(config for config in held[0] if all(config in others for others in held))
-    if not found:
-        said = ", ".join(f"{counted(len(one), 'configuration')} in {_called(trace)}"
-                         for one, trace in zip(held, traces, strict=True))  # fmt: skip
-        msg = f"expected traces that share a configuration, got {said}, none of them in all; measure the same ones"
+    _check_distinct(traces)
+    each = [trace.run.configs for trace in traces]
+    common = tuple(config for config in each[0] if all(config in configs for configs in each))
+    if not common:
+        got = ", ".join(f"{counted(len(configs), 'configuration')} in {_called(trace)}"
+                        for configs, trace in zip(each, traces, strict=True))  # fmt: skip
+        msg = f"expected traces that share a configuration, got {got}, none of them in all; measure the same ones"
         raise TraceError(msg)
-    return found
+    return common
 
 
 def left_out(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """The configurations that some of the traces hold and others lack."""
+    """Return the configurations that some of the traces hold and others lack."""
     every = dict.fromkeys(config for trace in traces for config in trace.run.configs)
     return tuple(config for config in every if config not in configs)
 
@@ -255,15 +254,15 @@ def left_out(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tupl
 def _check_alike(traces: Sequence[Trace]) -> None:
     first = traces[0]
     for other in traces[1:]:
-        for name in _ALIKE:
+        for name in _SHARED:
             one, two = getattr(first.run, name), getattr(other.run, name)
             if one != two:
-                said = f"{one} in {_called(first)} and {two} in {_called(other)}" if name != "head_scores" else "others"
-                msg = f"expected traces of one {name.replace('_', ' ')}, got {said}; look at them apart"
+                got = f"{one} in {_called(first)} and {two} in {_called(other)}" if name != "head_scores" else "others"
+                msg = f"expected traces of one {name.replace('_', ' ')}, got {got}; look at them apart"
                 raise TraceError(msg)
 
 
-def _check_apart(traces: Sequence[Trace]) -> None:
+def _check_distinct(traces: Sequence[Trace]) -> None:
     seen: dict[str, Trace] = {}
     for trace in traces:
         if before := seen.get(trace.run.dataset):

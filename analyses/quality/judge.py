@@ -1,36 +1,33 @@
-"""What a judge that is not ours thinks of every answer: mean scores, and how far evicted caches fall below the full.
-
-Which of two answers a judge that is not ours prefers, the full cache's or an evicted one's, in a drawn order.
-"""
+"""An external judge's verdicts: mean scores of every cache's answers, or wins and losses against the full cache's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from perturbkv.analyses import text
+from perturbkv.analyses.budget.budget_axis import above_full
+from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, of_answers
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, folded, short_names
+from perturbkv.analyses.pairing import common, counted, short_names
+from perturbkv.analyses.quality.divergence_point import AT_START
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import LEAST, Kind, Scalar, difference_of
-from perturbkv.analyses.text import decided, extremes, over, sentence, tally_verdicts
+from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.storage.judgements import TIE, Judge, Judgement
 
 _FREEDOM = 3 / 8
 """As of a mean of shares. Drawing scores of 1 to 10, skewed and not, intervals of eight samples with the scale's limits
-hold the mean in 93 to 100 % of draws. Where the scale is not told its limits are the scores given, which say nothing of
-others where a cache's are all alike: then there is no interval."""
-_ALIKE = "All alike: no interval; give --scale to bound what was not seen."
+hold the mean in 93 to 100 % of draws. Without a scale the limits are the scores given, which say nothing of others
+where a cache's are all alike: then there is no interval."""
 _FALLS = {
     1: ("the judge scores answers from evicted caches lower", "lower"),
     -1: ("the judge scores answers from evicted caches higher", "higher"),
@@ -38,130 +35,149 @@ _FALLS = {
 }
 
 
-@dataclass(frozen=True)
-class Scored:
+@record
+class JudgeRequest(Record):
+    """The judge, and how it was asked."""
+
+    SECTION = "judge request"
+
+    command: tuple[str, ...] = column("program and arguments")
+    pairwise: bool = column("whether pairs are compared, instead of answers scored")
+    seed: int = column("of the order within pairs")
+    scale: tuple[float, float] | None = column("least and largest score; null: any number")
+
+
+def _request(judge: Judge) -> JudgeRequest:
+    return JudgeRequest(**judge.record()["judge"])
+
+
+@record
+class ScoredCache(Record):
     """The judge's scores of one cache's answers.
 
     Attributes:
-        config: the configuration; None: the full cache.
-        held: entries of its cache over those of the full one.
-        scores: (sample,) in the judge's own unit.
-        interval: of their mean; None also where they are all alike and the scale is not told.
         drop: (sample,) the full cache's score less this one's.
-        drop_interval: of its mean, likewise.
     """
 
-    config: EvictionConfig | None
-    held: float
-    scores: Floats
-    interval: Scalar
+    SECTION = "scored cache"
+
+    config: EvictionConfig | None = column("the configuration; null: the full cache")
+    cache_share: float = column(
+        "entries of its cache over those of the full one, mean over samples", key="held_share", heading="#cache\nshare"
+    )
+    scores: Floats = column("per sample, in the judge's own unit", dims=("sample",))
+    mean_interval: Scalar = interval("of the mean; null where all scores are alike and no scale was given")
     drop: Floats
-    drop_interval: Scalar
+    mean_drop_interval: Scalar = interval("of the mean drop; null likewise")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "config": self.config,
-                "held_share": self.held,
-                "scores": self.scores,
-                "mean": self.scores.mean(),
-                "mean_interval": self.interval,
-                "mean_drop": self.drop.mean(),
-                "mean_drop_interval": self.drop_interval,
-            }
-        )
-        return found
+    @derived(heading="#mean\nscore", text=text.decimal)
+    def mean(self) -> float:
+        """Mean over samples of the judge's scores."""
+        return float(self.scores.mean())
+
+    @derived()
+    def mean_drop(self) -> float:
+        """Full cache's score less this one's, mean over samples."""
+        return float(self.drop.mean())
+
+    @derived(heading="#full −\nthis", json=False)
+    def shown_drop(self) -> float | None:
+        """Full cache's score less this one's, mean over samples."""
+        return None if self.config is None else self.mean_drop
+
+    @property
+    def shown_drop_interval(self) -> Scalar:
+        """Interval of the mean drop."""
+        return self.mean_drop_interval
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class Judged(Result):
     """Every cache's answers before one judge.
 
     Attributes:
-        identity: which run this is.
-        judge: who was asked.
-        samples: names, in the file's order.
         compress_every: entries above which a cache was compressed again; None: never.
-        full: the full cache.
-        configs: in the run's order.
         judgements: with the judge's comments.
     """
 
+    SECTION = "judge"
+    DOCUMENT = "about answers"
+    SHOWN = ("cache_share", "mean", "shown_drop")
+    FIRST = "cache"
+
     identity: RunIdentity
-    judge: Judge
-    samples: tuple[str, ...]
+    judge: JudgeRequest = column("the judge, and how it was asked")
+    samples: tuple[str, ...] = column("ids, in the file's order")
     compress_every: int | None
-    full: Scored
-    configs: tuple[Scored, ...]
+    full: ScoredCache = column("the full cache")
+    configs: tuple[ScoredCache, ...] = column("one per configuration, in the run's order")
     judgements: tuple[Judgement, ...]
 
     def conclusion(self) -> str:
-        """Whether evicted caches' answers are scored lower, and by how much."""
-        drops = [(name, float(one.drop.mean()), text.decimal(float(one.drop.mean()), one.drop_interval))
+        """Return whether evicted caches' answers are scored lower, and by how much."""
+        drops = [(name, one.mean_drop, text.decimal(one.mean_drop, one.mean_drop_interval))
                  for name, one in self._named()]  # fmt: skip
         alike = None if len(self.samples) < LEAST else 0  # without an interval nothing is decided
-        verdicts = [alike if one.drop_interval is None else decided(one.drop_interval, 0) for one in self.configs]
-        said = "the judge's mean scores" if None in verdicts else tally_verdicts(verdicts, _FALLS, "configuration")
-        mean = text.decimal(float(self.full.scores.mean()), self.full.interval)
-        told = f"full cache {mean}, drop {extremes(drops, 'of')}"
-        return sentence(f"{said}: {told} ({over(len(self.samples))})")
+        verdicts = [
+            alike if one.mean_drop_interval is None else interval_verdict(one.mean_drop_interval, 0)
+            for one in self.configs
+        ]
+        few = "too few samples to decide whether the judge scores answers from evicted caches lower"
+        clause = few if None in verdicts else tally(verdicts, _FALLS, "configuration")
+        mean = text.decimal(self.full.mean, self.full.mean_interval)
+        numbers = f"full cache {mean}, drop {extremes(drops, 'of')}"
+        return sentence(f"{clause}: {numbers} ({sample_note(len(self.samples))})")
 
-    def tables(self) -> list[Table | str]:
-        """Mean score of every cache, and its drop."""
-        rows = [["full cache", *_row(self.full)[:2], "–"]]
-        rows += [[folded(name, 30), *_row(one)] for name, one in self._named()]
-        held = text.HELD_AT_START if self.compress_every else "#held /\nfull"
-        columns = ("cache", held, "#mean\nscore", "#full − this")
-        return [*filter(None, [common(self.identity.configs)]), Table("", columns, rows)]
+    def title(self) -> str:
+        """Return what all configurations share."""
+        return " · ".join(filter(None, ("the judge's scores", common(self.identity.configs))))
 
-    def notes(self) -> str:
-        """n, the range of scores, and what a drop is."""
-        given = np.concatenate([one.scores for one in (self.full, *self.configs)])
-        return " ".join(
-            [
-                f"{text.about_intervals(len(self.samples))} Scores given: {given.min():g} to {given.max():g}"
-                f"{'' if self.judge.scale else ', beyond which no interval goes'}.",
-                *([_ALIKE] if self._unbounded else []),
-                "Full − this: of the same sample, mean.",
-                text.about_held([one.held for one in self.configs], self.compress_every),
-            ]
-        )
+    def lines(self) -> Sequence[Line]:
+        """Return the full cache, then a line per configuration."""
+        return [Line("full cache", (self.full,)), *(Line(name, (one,)) for name, one in self._named())]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "judge": self.judge.record()["judge"],
-                "samples": self.samples,
-                "full": self.full.to_dict(),
-                "configs": [one.to_dict() for one in self.configs],
-            }
-        )
-        return found
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(len(self.samples))
+
+    def caveats(self) -> Sequence[str]:
+        """Return the range of scores, and that what is all alike has no interval."""
+        every = np.concatenate([one.scores for one in (self.full, *self.configs)])
+        limit = "" if self.judge.scale else ", beyond which no interval goes"
+        return [
+            f"Scores given: {every.min():g} to {every.max():g}{limit}.",
+            *(["No interval: all alike; --scale bounds what was not seen."] if self._unbounded else []),
+            *([AT_START] if self.compress_every else []),
+            *above_full(one.cache_share for one in self.configs),
+        ]
+
+    def details(self) -> Sequence[Part]:
+        """Return what cache shares are."""
+        return [text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per answer: the judge's score and comment; of the full cache `config` is None."""
-        columns = {one.label(): columns_of(one) for one in self.identity.configs}
+        """Return a row per answer: the judge's score and comment; of the full cache `config` is None."""
+        labels = {one.label(): columns_of(one) for one in self.identity.configs}
         nobody = dict.fromkeys(columns_of(self.identity.configs[0]))
         return [
-            {**columns.get(one.label or "", nobody), "sample": one.sample, "score": one.score, "comment": one.comment}
+            {**labels.get(one.label or "", nobody), "sample": one.sample, "score": one.score, "comment": one.comment}
             for one in self.judgements
         ]
 
     @property
     def _unbounded(self) -> bool:
-        """Whether some mean has no interval because all that it is of is alike."""
-        found = [self.full.interval, *(end for one in self.configs for end in (one.interval, one.drop_interval))]
-        return len(self.samples) > 1 and None in found
+        """Whether some mean has no interval because all its samples are alike."""
+        ends = [self.full.mean_interval, *(end for one in self.configs
+                                           for end in (one.mean_interval, one.mean_drop_interval))]  # fmt: skip
+        return len(self.samples) > 1 and None in ends
 
-    def _named(self) -> list[tuple[str, Scored]]:
+    def _named(self) -> list[tuple[str, ScoredCache]]:
         names = [name or "evicted" for name in short_names(self.identity.configs)]
         return list(zip(names, self.configs, strict=True))
 
 
 def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Judged:
-    """The scores that a judge gave every answer."""
+    """Return the scores that a judge gave every answer."""
     given = {(one.sample, one.label): one.score for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
 
@@ -172,45 +188,39 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
     full, limits = scores(None), judge.scale or (min(every), max(every))
     width = limits[1] - limits[0]
 
-    def scored(config: EvictionConfig | None) -> Scored:
+    def scored(config: EvictionConfig | None) -> ScoredCache:
         label = None if config is None else config.label()
         own, shares = scores(label), [row["evicted"][label].get("held_share", np.nan) if label else 1.0
                                       for row in answers.rows]  # fmt: skip
         drop = full - own
-        return Scored(
+        return ScoredCache(
             config=config,
-            held=float(np.mean(shares)),
+            cache_share=float(np.mean(shares)),
             scores=own,
-            interval=bounded(own, Kind(_FREEDOM, limits=limits), judge),
+            mean_interval=bounded(own, Kind(_FREEDOM, limits=limits), judge),
             drop=drop,
-            drop_interval=bounded(drop, difference_of(width), judge),
+            mean_drop_interval=bounded(drop, difference_of(width), judge),
         )
 
     configs = tuple(scored(config) for config in answers.run.configs)
-    told = answers.compress_every
-    return Judged(of_answers(answers), judge, samples, told, scored(None), configs, tuple(judgements))
+    return Judged(
+        identity=of_answers(answers),
+        judge=_request(judge),
+        samples=samples,
+        compress_every=answers.compress_every,
+        full=scored(None),
+        configs=configs,
+        judgements=tuple(judgements),
+    )
 
 
 def bounded(each: Floats, kind: Kind, judge: Judge) -> Scalar:
-    """The interval of a mean; None where all samples are alike and no scale says how far others could lie."""
+    """Return the interval of a mean; None where all samples are alike and no scale bounds the others."""
     return None if judge.scale is None and np.ptp(each) == 0 else intervals.of_mean(each, kind)
 
 
-def _row(one: Scored) -> list[str]:
-    return [
-        text.held(one.held),
-        _mean(one.scores, one.interval),
-        _mean(one.drop, one.drop_interval),
-    ]
-
-
-def _mean(each: Floats, interval: Scalar) -> str:
-    alike = "\nall alike" if interval is None and len(each) > 1 else ""
-    return text.decimal(float(each.mean()), interval, apart="\n") + alike
-
-
 OUTCOMES = ("win", TIE, "loss")
-"""Of the evicted cache's answer against the full cache's."""
+"""Outcomes of the evicted cache's answer against the full cache's."""
 _LOSES = {
     1: ("the judge prefers the full cache's answers", "the full cache's"),
     -1: ("the judge prefers answers from evicted caches", "the evicted one's"),
@@ -218,138 +228,123 @@ _LOSES = {
 }
 
 
-@dataclass(frozen=True)
-class Preferred:
-    """One configuration's answers against the full cache's.
+@record
+class PreferredCache(Record):
+    """One configuration's answers against the full cache's."""
 
-    Attributes:
-        config: the configuration.
-        held: entries of its cache over those of the full one.
-        outcomes: (sample,) win, tie or loss of its own answer.
-        shares: outcome -> share of samples.
-        intervals: outcome -> its exact interval.
-        lost_interval: exact, of the share of losses among the samples that are no ties.
-    """
+    SECTION = "preferred cache"
 
-    config: EvictionConfig
-    held: float
-    outcomes: tuple[str, ...]
-    shares: dict[str, float]
-    intervals: dict[str, Scalar]
-    lost_interval: Scalar
+    config: EvictionConfig = column("the configuration")
+    cache_share: float = column(
+        "entries of its cache over those of the full one, mean over samples", key="held_share", heading="#cache\nshare"
+    )
+    outcomes: tuple[str, ...] = column("per sample, of the evicted cache's answer: win, tie or loss")
+    shares: dict[str, float] = column("outcome → share of samples")
+    intervals: dict[str, Scalar] = column("outcome → exact interval of its share", key="share_intervals")
+    lost_interval: Scalar = interval("of the share of losses among decided samples, exact")
 
-    @property
+    @derived()
     def lost(self) -> float:
-        """Losses among the samples that are no ties; NaN where all are."""
+        """Losses among the samples that are no ties."""
         counts = {name: self.outcomes.count(name) for name in OUTCOMES}
         played = counts["win"] + counts["loss"]
         return counts["loss"] / played if played else np.nan
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "config": self.config,
-                "held_share": self.held,
-                "outcomes": self.outcomes,
-                "shares": self.shares,
-                "share_intervals": self.intervals,
-                "lost": self.lost,
-                "lost_interval": self.lost_interval,
-            }
-        )
-        return found
+    @derived(heading="#wins", json=False)
+    def wins(self) -> str:
+        """Share of samples in which the evicted cache's answer is preferred."""
+        return self._share("win")
+
+    @derived(heading="#ties", json=False)
+    def ties(self) -> str:
+        """Share of samples in which neither answer is preferred."""
+        return self._share(TIE)
+
+    @derived(heading="#losses", json=False)
+    def losses(self) -> str:
+        """Share of samples in which the full cache's answer is preferred."""
+        return self._share("loss")
+
+    def _share(self, outcome: str) -> str:
+        return text.percent(self.shares[outcome], self.intervals[outcome], "\n")
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class Preferences(Result):
     """Every configuration's answers against the full cache's, before one judge.
 
     Attributes:
-        identity: which run this is.
-        judge: who was asked.
-        samples: names, in the file's order.
         compress_every: entries above which a cache was compressed again; None: never.
-        configs: in the run's order.
-        same: pairs of the same text, of which nobody was asked.
-        first: share of the decided pairs whose first answer won: a judge who looks at the answers alone has 0.5.
-        pairs: how many pairs were decided.
         judgements: with the judge's comments.
     """
 
+    SECTION = "judge --pairwise"
+    DOCUMENT = "about answers"
+    SHOWN = ("cache_share", "wins", "ties", "losses")
+
     identity: RunIdentity
-    judge: Judge
-    samples: tuple[str, ...]
+    judge: JudgeRequest = column("the judge, and how it was asked")
+    samples: tuple[str, ...] = column("ids, in the file's order")
     compress_every: int | None
-    configs: tuple[Preferred, ...]
-    same: int
-    first: float
-    pairs: int
+    configs: tuple[PreferredCache, ...] = column("one per configuration, in the run's order")
+    same: int = column("pairs of the same text: ties, which the judge did not get", key="same_text")
+    first: float = column("share of the decided pairs whose answer shown first won", key="first_won")
+    pairs: int = column("pairs that are no ties", key="decided_pairs")
     judgements: tuple[Judgement, ...]
 
     def conclusion(self) -> str:
-        """Whose answers are preferred, and how often the evicted cache's lose."""
+        """Return whose answers are preferred, and how often the evicted caches' lose."""
         count = f"n = {counted(len(self.samples), 'sample')}"
         if self.same == len(self.judgements):
             return f"All answers from evicted caches are the full cache's: the judge was asked nothing ({count})."
-        told = [(name, one.shares["loss"], text.percent(one.shares["loss"], one.intervals["loss"]))
-                for name, one in self._named()]  # fmt: skip
-        verdicts = [decided(one.lost_interval, 0.5) or 0 for one in self.configs]
-        said = tally_verdicts(verdicts, _LOSES, "configuration")
-        return sentence(f"{said}: evicted caches' answers lose {extremes(told, 'of')} ({count})")
+        shares = [(name, one.shares["loss"], text.percent(one.shares["loss"], one.intervals["loss"]))
+                  for name, one in self._named()]  # fmt: skip
+        verdicts = [interval_verdict(one.lost_interval, 0.5) or 0 for one in self.configs]
+        clause = tally(verdicts, _LOSES, "configuration")
+        return sentence(f"{clause}: evicted caches' answers lose {extremes(shares, 'of')} ({count})")
 
-    def tables(self) -> list[Table | str]:
-        """Wins, ties and losses of every configuration."""
-        rows = [
-            [folded(name, 24), text.held(one.held),
-             *(text.percent(one.shares[outcome], one.intervals[outcome], apart="\n") for outcome in OUTCOMES)]
-            for name, one in self._named()
-        ]  # fmt: skip
-        held = text.HELD_AT_START if self.compress_every else "#held /\nfull"
-        columns = ("configuration", held, "#wins", "#ties", "#losses")
-        return [*filter(None, [common(self.identity.configs)]), Table("", columns, rows)]
+    def title(self) -> str:
+        """Return what all configurations share."""
+        return " · ".join(filter(None, ("answers against the full cache's", common(self.identity.configs))))
 
-    def notes(self) -> str:
-        """n, what a tie is, and whether the place of an answer decided."""
-        samples = len(self.samples)
-        return (
-            f"n = {counted(samples, 'sample')}. {text.about_shares(samples)} Wins, ties, losses of the evicted "
-            f"cache's answer against the full cache's; {counted(self.same, 'pair')} of the same text: ties, and nobody "
-            f"was asked. The answer shown first won {text.percent(self.first)} of "
-            f"{counted(self.pairs, 'decided pair')}, in an order drawn by seed {self.judge.seed}. "
-            f"{text.about_held([one.held for one in self.configs], self.compress_every)}"
-        )
+    def lines(self) -> Sequence[Line]:
+        """Return a line per configuration."""
+        return [Line(name, (one,)) for name, one in self._named()]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "judge": self.judge.record()["judge"],
-                "samples": self.samples,
-                "configs": [one.to_dict() for one in self.configs],
-                "same_text": self.same,
-                "first_won": self.first,
-                "decided_pairs": self.pairs,
-            }
-        )
-        return found
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return f"n = {counted(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
+
+    def caveats(self) -> Sequence[str]:
+        """Return how many pairs were decided by being the same, and how often the first shown won."""
+        return [
+            f"{counted(self.same, 'pair')} of the same text: ties, which the judge did not get.",
+            f"The answer shown first won {text.percent(self.first)} of {counted(self.pairs, 'decided pair')}.",
+            *([AT_START] if self.compress_every else []),
+            *above_full(one.cache_share for one in self.configs),
+        ]
+
+    def details(self) -> Sequence[Part]:
+        """Return the seed of the order, and what cache shares are."""
+        share = text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)
+        return [f"The order within pairs is drawn by seed {self.judge.seed}.", share]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per pair: outcome of the evicted cache's answer, which side the full cache's was, the comment."""
-        columns = {one.label(): columns_of(one) for one in self.identity.configs}
+        """Return a row per pair: outcome of the evicted cache's answer, the full cache's side, the comment."""
+        labels = {one.label(): columns_of(one) for one in self.identity.configs}
         return [
-            {**columns[one.label or ""], "sample": one.sample, "outcome": one.outcome, "full_is": one.full_is,
+            {**labels[one.label or ""], "sample": one.sample, "outcome": one.outcome, "full_is": one.full_is,
              "comment": one.comment}
             for one in self.judgements
         ]  # fmt: skip
 
-    def _named(self) -> list[tuple[str, Preferred]]:
+    def _named(self) -> list[tuple[str, PreferredCache]]:
         names = [name or "evicted" for name in short_names(self.identity.configs)]
         return list(zip(names, self.configs, strict=True))
 
 
 def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Preferences:
-    """Wins, ties and losses that a judge gave every pair."""
+    """Return the wins, ties and losses that a judge gave every pair."""
     given = {(one.sample, one.label): str(one.outcome) for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
     firsts = [one.first for one in judgements if one.first is not None]
@@ -357,22 +352,29 @@ def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgem
     for config in answers.run.configs:
         outcomes = tuple(given[sample, config.label()] for sample in samples)
         shares = [row["evicted"][config.label()].get("held_share", np.nan) for row in answers.rows]
-        configs.append(_counted(config, float(np.mean(shares)), outcomes))
+        configs.append(_preferred(config, float(np.mean(shares)), outcomes))
     first = float(np.mean(firsts)) if firsts else np.nan
     texts = [(row["full"]["text"], one["text"]) for row in answers.rows for one in row["evicted"].values()]
     same = sum(full == own for full, own in texts)
     return Preferences(
-        of_answers(answers), judge, samples, answers.compress_every, tuple(configs), same, first, len(firsts),
-        tuple(judgements),
-    )  # fmt: skip
+        identity=of_answers(answers),
+        judge=_request(judge),
+        samples=samples,
+        compress_every=answers.compress_every,
+        configs=tuple(configs),
+        same=same,
+        first=first,
+        pairs=len(firsts),
+        judgements=tuple(judgements),
+    )
 
 
-def _counted(config: EvictionConfig, held: float, outcomes: tuple[str, ...]) -> Preferred:
+def _preferred(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
     hits = {name: np.array([one == name for one in outcomes]) for name in OUTCOMES}
     played = hits["loss"][~hits[TIE]]
-    return Preferred(
+    return PreferredCache(
         config=config,
-        held=held,
+        cache_share=share,
         outcomes=outcomes,
         shares={name: float(hit.mean()) for name, hit in hits.items()},
         intervals={name: intervals.of_samples(hit) for name, hit in hits.items()},

@@ -1,7 +1,4 @@
-"""Columns of a table of scores: data sets, kinds of tasks, and the average over all data sets.
-
-A table of scores as papers lay it out: methods by budget beneath the full cache, data sets by kind, the average.
-"""
+"""Columns of a table of scores: data sets, kinds of tasks, and the average over all data sets."""
 
 from __future__ import annotations
 
@@ -12,44 +9,46 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.pairing import ranked_together, short_names
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Floats, Kind, Scalar, share_of
-from perturbkv.analyses.text import at
+from perturbkv.analyses.stats.intervals import Floats, Scalar, share_of
+from perturbkv.analyses.text import interval_at
 from perturbkv.configs.eviction import EvictionConfig
 
 _SCORE = share_of(0)
 AVERAGE = "average"
 _EQUAL = 1e-12
 """Means of the same scores in another order differ by rounding."""
-Sides = tuple[int, int]
-"""Places of baseline and treatment among the configurations."""
-Rivals = Mapping[str, Sequence[int]]
-"""Places of the configurations that may be held against each other, of `ranked_together`."""
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean over the samples of a data set, and then over data sets, with its interval."""
-
-    value: float
-    interval: Scalar
-
-
-@dataclass(frozen=True)
-class Contest:
-    """One cache's answers against another's to the same prompts.
+class Comparison:
+    """Configurations, and which of them are compared with each other.
 
     Attributes:
-        difference: mean of the first's scores minus the second's.
-        wins, ties, losses: samples in which the first's answer is better, as good, worse.
+        configs: of every data set.
+        pairs: indices of baseline and treatment.
+        groups: name -> indices of the configurations of one budget, granularity and protection.
     """
 
-    difference: Mean
-    wins: int
-    ties: int
-    losses: int
+    configs: tuple[EvictionConfig, ...]
+    pairs: tuple[tuple[int, int], ...]
+    groups: Mapping[str, Sequence[int]]
+
+
+@record
+class ScoreDifference(Record):
+    """One cache's answers against another's to the same prompts."""
+
+    SECTION = "score difference"
+
+    difference: float = column("mean of the first answers' scores less the second's, −1 to 1")
+    difference_interval: Scalar = interval()
+    wins: int = column("samples in which the first answer is better")
+    ties: int = column("as good")
+    losses: int = column("worse")
 
     @property
     def samples(self) -> str:
@@ -57,105 +56,186 @@ class Contest:
         return f"{self.wins}/{self.ties}/{self.losses}"
 
 
-@dataclass(frozen=True)
-class Column:
-    """One data set, one kind of task, or all data sets; every data set counts the same.
+@record
+class Gain(ScoreDifference):
+    """A treatment's scores less its baseline's, sample by sample."""
 
-    Attributes:
-        name: the data set's, the kind's, or `average`.
-        tasks: what it is the mean of.
-        full: the full cache's score.
-        evicted: (config,) score of each configuration.
-        held: (config,) entries over the full cache's, mean over data sets; NaN where a trace does not tell.
-        lost: (config,) each configuration against the full cache.
-        gains: (pair,) the treatment against the baseline.
-        best: (config,) whether none of its rivals has a higher mean, and some a lower one.
-    """
+    SECTION = "gain"
 
-    name: str
+    baseline: EvictionConfig = column("what is subtracted")
+    treatment: EvictionConfig = column("from what")
+
+
+@record
+class MethodScore(Record):
+    """One configuration's score."""
+
+    SECTION = "method's score"
+
+    config: EvictionConfig = column("the configuration")
+    cache_share: float = column(
+        "entries of its cache over those of the full one, mean over data sets; null where a trace lacks them",
+        key="held",
+    )  # fmt: skip
+    score: float = column("of its answers, 0 to 1")
+    score_interval: Scalar = interval()
+    best: bool = column(
+        "whether none of the same budget, granularity and protection has a higher mean, and some a lower one"
+    )
+    minus_full: ScoreDifference = column("its scores less the full cache's, sample by sample")
+
+
+@record
+class ScoreColumn(Record):
+    """One data set, one kind of task, or all data sets; every data set counts the same."""
+
+    SECTION = "scores"
+
+    name: str = column("of the data set, the kind, or `average`")
     tasks: tuple[Task, ...]
-    full: Mean
-    evicted: tuple[Mean, ...]
-    held: Floats
-    lost: tuple[Contest, ...]
-    gains: tuple[Contest, ...]
-    best: tuple[bool, ...]
+    full: float = column("score of the full cache's answers, 0 to 1")
+    full_interval: Scalar = interval("over samples; over several data sets each one's counts by itself")
+    methods: tuple[MethodScore, ...] = column("one per configuration")
+    gains: tuple[Gain, ...] = column("one per treatment and baseline that differ in selection alone")
 
-    @property
+    @derived()
+    def kind(self) -> str:
+        """Kind of task; empty of the average."""
+        return "" if self.name == AVERAGE else self.tasks[0].kind
+
+    @derived()
+    def datasets(self) -> list[str]:
+        """Data sets, as the runs name them."""
+        return [task.dataset for task in self.tasks]
+
+    @derived()
     def samples(self) -> int:
-        """Complete ones, of all its data sets."""
+        """Complete samples of all these data sets."""
         return sum(len(task.samples) for task in self.tasks)
 
-    @property
-    def kind(self) -> str:
-        """Of its first data set: all columns but the average have one kind."""
-        return self.tasks[0].kind
+
+@record
+class FirstStep(Record):
+    """The first decode step of one configuration."""
+
+    SECTION = "first step"
+
+    config: EvictionConfig = column("the configuration")
+    propagated: float = column("propagated L1 over the norms of the full run's heads, median over samples")
+    propagated_interval: Scalar = interval()
+    kl: float = column("KL(full ‖ evicted), median over samples", unit="nat")
+    kl_interval: Scalar = interval()
 
 
-def column(name: str, tasks: Sequence[Task], pairs: Sequence[Sides], rivals: Rivals) -> Column:
-    """The column of some data sets; of `rivals` the best are found."""
-    found = tuple(tasks)
-    full, evicted = [task.full for task in found], [task.evicted for task in found]
-    places = range(evicted[0].shape[1])
-    means = tuple(_mean([one[:, place] for one in evicted], _SCORE) for place in places)
-    return Column(
-        name=name,
-        tasks=found,
-        full=_mean(full, _SCORE),
-        evicted=means,
-        held=held_in(found),
-        lost=tuple(_contest([one[:, place] for one in evicted], full) for place in places),
-        gains=tuple(
-            _contest([one[:, second] for one in evicted], [one[:, first] for one in evicted]) for first, second in pairs
-        ),
-        best=_best([one.value for one in means], rivals),
+@record
+class DatasetScores(ScoreColumn):
+    """One data set's scores, and its first decode step."""
+
+    SECTION = "data set's scores"
+
+    failed: int = column("samples that failed")
+    first_step: tuple[FirstStep, ...] = column("one per configuration")
+
+
+def score_column(name: str, tasks: Sequence[Task], compared: Comparison) -> ScoreColumn:
+    """Return the column of some data sets."""
+    return ScoreColumn(**_scores(name, tasks, compared))
+
+
+def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScores, ...]:
+    """Return a column per data set."""
+    return tuple(
+        DatasetScores(
+            **_scores(task.name, [task], compared),
+            failed=task.failed,
+            first_step=tuple(_first_step(task, *one) for one in enumerate(compared.configs)),
+        )
+        for task in tasks
     )
 
 
-def held_in(tasks: Sequence[Task]) -> Floats:
-    """(config,) entries over the full cache's, mean over data sets of each one's mean over samples."""
-    return np.asarray(np.mean([task.held.mean(axis=0) for task in tasks], axis=0))
+def by_kind(tasks: Sequence[Task], compared: Comparison) -> tuple[ScoreColumn, ...]:
+    """Return a column per kind of task: the mean over its data sets."""
+    return tuple(score_column(kind, list(some), compared) for kind, some in groupby(tasks, key=lambda task: task.kind))
 
 
-def by_dataset(tasks: Sequence[Task], pairs: Sequence[Sides], rivals: Rivals) -> tuple[Column, ...]:
-    """A column per data set."""
-    return tuple(column(task.name, [task], pairs, rivals) for task in tasks)
+def _scores(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str, Any]:
+    full, evicted = [task.full for task in tasks], [task.evicted for task in tasks]
+    means = [_mean([part[:, index] for part in evicted]) for index in range(len(compared.configs))]
+    best, shares = _best([value for value, _ in means], compared), cache_shares(tasks)
+    methods = tuple(
+        MethodScore(
+            config=config,
+            cache_share=float(shares[index]),
+            score=means[index][0],
+            score_interval=means[index][1],
+            best=best[index],
+            minus_full=ScoreDifference(**_difference([part[:, index] for part in evicted], full)),
+        )
+        for index, config in enumerate(compared.configs)
+    )
+    gains = tuple(
+        Gain(
+            **_difference([part[:, second] for part in evicted], [part[:, first] for part in evicted]),
+            baseline=compared.configs[first],
+            treatment=compared.configs[second],
+        )
+        for first, second in compared.pairs
+    )
+    value, ends = _mean(full)
+    return {
+        "name": name,
+        "tasks": tuple(tasks),
+        "full": value,
+        "full_interval": ends,
+        "methods": methods,
+        "gains": gains,
+    }
 
 
-def by_kind(tasks: Sequence[Task], pairs: Sequence[Sides], rivals: Rivals) -> tuple[Column, ...]:
-    """A column per kind of task: the mean over its data sets."""
-    return tuple(column(kind, list(some), pairs, rivals) for kind, some in groupby(tasks, key=lambda task: task.kind))
+def cache_shares(tasks: Sequence[Task]) -> Floats:
+    """Return (config,) entries over the full cache's, mean over data sets of each one's mean over samples."""
+    return np.asarray(np.mean([task.cache_shares.mean(axis=0) for task in tasks], axis=0))
 
 
-def of_first_step(task: Task, config: int) -> dict[str, Any]:
-    """What the first step of a data set showed of a configuration: medians over samples, with their intervals."""
-    found: dict[str, Any] = {}
-    for name, array in (("propagated", task.propagated), ("kl", task.kl)):
-        found[name] = float(np.median(array[:, config]))
-        found[f"{name}_interval"] = at(intervals.of_medians(array[:, [config]]), 0)
-    return found
+def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
+    """Return medians over samples, with their intervals."""
+    propagated, kl = (array[:, [index]] for array in (task.propagated, task.kl))
+    return FirstStep(
+        config=config,
+        propagated=float(np.median(propagated)),
+        propagated_interval=interval_at(intervals.of_medians(propagated), 0),
+        kl=float(np.median(kl)),
+        kl_interval=interval_at(intervals.of_medians(kl), 0),
+    )
 
 
-def _mean(parts: Sequence[Floats], kind: Kind) -> Mean:
-    return Mean(intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, kind))
+def _mean(parts: Sequence[Floats]) -> tuple[float, Scalar]:
+    return intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, _SCORE)
 
 
-def _contest(first: Sequence[Floats], second: Sequence[Floats]) -> Contest:
-    """Sample by sample, data set by data set."""
-    differences = [one - other for one, other in zip(first, second, strict=True)]
+def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, Any]:
+    """Return the fields of a difference, sample by sample, data set by data set."""
+    differences = [own - base for own, base in zip(first, second, strict=True)]
     signs = np.sign(np.concatenate(differences))
     wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
-    return Contest(_mean(differences, intervals.DIFFERENCE), wins, ties, losses)
+    return {
+        "difference": intervals.stratified_mean(differences),
+        "difference_interval": intervals.of_stratified_mean(differences, intervals.DIFFERENCE),
+        "wins": wins,
+        "ties": ties,
+        "losses": losses,
+    }
 
 
-def _best(means: Sequence[float], rivals: Rivals) -> tuple[bool, ...]:
-    """Whether each is the highest among its rivals, where these differ; equal ones all are."""
-    found = [False] * len(means)
-    for places in rivals.values():
-        some = [means[place] for place in places]
-        for place in places:
-            found[place] = max(some) - min(some) > _EQUAL and means[place] >= max(some) - _EQUAL
-    return tuple(found)
+def _best(means: Sequence[float], compared: Comparison) -> list[bool]:
+    """Return whether each is the highest of its group, where these differ; equal ones all are."""
+    best = [False] * len(means)
+    for indices in compared.groups.values():
+        some = [means[index] for index in indices]
+        for index in indices:
+            best[index] = max(some) - min(some) > _EQUAL and means[index] >= max(some) - _EQUAL
+    return best
 
 
 FULL = "full cache"
@@ -166,81 +246,86 @@ class Cell:
     """One score.
 
     Attributes:
-        mean: in [0, 1].
-        best: whether none of its rivals has a higher one.
+        value: in [0, 1]; `interval` of it.
+        best: whether none of its group has a higher one.
     """
 
-    mean: Mean
+    value: float
+    interval: Scalar
     best: bool
 
 
 @dataclass(frozen=True)
-class Line:
+class Row:
     """The full cache, or one configuration.
 
     Attributes:
-        place: among the configurations; None of the full cache.
-        method: what tells it from the others beside its budget.
+        index: among the configurations; None of the full cache.
+        method: what distinguishes it beside its budget.
         budget: as the user gave it; empty of the full cache.
-        rivals: what it may be held against: name of a group of `ranked_together`; empty of the full cache.
-        held: entries over the full cache's, mean over the data sets shown; NaN where a trace does not tell.
+        group: name of those that it is compared with, as in `ranked_together`; empty of the full cache.
+        cache_share: entries over the full cache's, mean over the data sets shown; NaN where a trace lacks them.
         cells: one per column.
     """
 
-    place: int | None
+    index: int | None
     method: str
     budget: str
-    rivals: str
-    held: float
+    group: str
+    cache_share: float
     cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One table.
+    """One table of a paper.
 
     Attributes:
         columns: names, the average behind the others, where there are several.
-        groups: kind and number of columns of those beside each other that share it; empty names stand for none.
-        lines: the full cache, then the configurations, the smallest budget first, rivals together.
+        kinds: kind and number of columns of those beside each other that share it; empty names stand for none.
+        rows: the full cache, then the configurations, the smallest budget first, groups together.
     """
 
     columns: tuple[str, ...]
-    groups: tuple[tuple[str, int], ...]
-    lines: tuple[Line, ...]
+    kinds: tuple[tuple[str, int], ...]
+    rows: tuple[Row, ...]
 
-    def starts_rivals(self, line: Line) -> bool:
-        """Whether a line is the first among its rivals."""
-        before = self.lines[self.lines.index(line) - 1]
-        return line.place is not None and line.rivals != before.rivals
+    def starts_group(self, row: Row) -> bool:
+        """Return whether a row is the first of its group."""
+        before = self.rows[self.rows.index(row) - 1]
+        return row.index is not None and row.group != before.group
 
 
-def layout(configs: Sequence[EvictionConfig], columns: Sequence[Column], average: Column) -> Layout:
-    """The table of some columns, and of the average where they are several."""
+def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], average: ScoreColumn) -> Layout:
+    """Return the table of some columns, and of the average where they are several."""
     shown = (*columns, average) if len(columns) > 1 else tuple(columns)
     kinds = ["" if one.name in (AVERAGE, one.kind) else one.kind for one in shown]
     return Layout(
         columns=tuple(one.name for one in shown),
-        groups=tuple((kind, len(list(some))) for kind, some in groupby(kinds)),
-        lines=lines(configs, shown),
+        kinds=tuple((kind, len(list(some))) for kind, some in groupby(kinds)),
+        rows=rows(configs, shown),
     )
 
 
-def lines(configs: Sequence[EvictionConfig], columns: Sequence[Column]) -> tuple[Line, ...]:
-    """The full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
+def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> tuple[Row, ...]:
+    """Return the full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
     names = [name or "evicted" for name in short_names(configs, "budget")]
-    held = held_in(list({task.dataset: task for one in columns for task in one.tasks}.values()))
+    shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
     groups = ranked_together(configs)
-    full = Line(None, FULL, "", "", 1.0, tuple(Cell(one.full, best=False) for one in columns))
+    full = Row(None, FULL, "", "", 1.0, tuple(Cell(one.full, one.full_interval, best=False) for one in columns))
     evicted = [
-        Line(
-            place, names[place], str(configs[place].budget), group, float(held[place]),
-            tuple(Cell(one.evicted[place], one.best[place]) for one in columns),
+        Row(
+            index, names[index], str(configs[index].budget), group, float(shares[index]),
+            tuple(_cell(one.methods[index]) for one in columns),
         )
         for group in sorted(groups, key=lambda group: _size(configs[groups[group][0]]))
-        for place in groups[group]
+        for index in groups[group]
     ]  # fmt: skip
     return (full, *evicted)
+
+
+def _cell(method: MethodScore) -> Cell:
+    return Cell(method.score, method.score_interval, method.best)
 
 
 def _size(config: EvictionConfig) -> tuple[bool, float]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from perturbkv.analyses.json_values import config_object
-from perturbkv.configs.entry_counts import Budget
-from perturbkv.configs.eviction import EvictionConfig
 
 
 def ratio(numerator: Any, denominator: Any) -> Any:
@@ -20,12 +15,12 @@ def ratio(numerator: Any, denominator: Any) -> Any:
 
 
 def reduction(baseline: Any, treatment: Any) -> Any:
-    """1 − treatment / baseline; NaN where the baseline is 0."""
+    """Return 1 − treatment / baseline; NaN where the baseline is 0."""
     return 1 - ratio(treatment, baseline)
 
 
 def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int | None = None) -> NDArray[np.float64]:
-    """(level, …) quantiles of what is not NaN; NaN where nothing is."""
+    """Return (level, …) quantiles of what is not NaN; NaN where nothing is."""
     flat = array.reshape(-1) if axis is None else np.moveaxis(array, axis, 0)
     found = np.full((len(levels), *flat.shape[1:]), np.nan)
     held = ~np.isnan(flat).all(axis=0) if len(flat) else np.zeros(flat.shape[1:], dtype=bool)
@@ -35,7 +30,7 @@ def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int |
 
 
 def half_share(parts: NDArray[np.float64]) -> float:
-    """The smallest share of the parts whose sum is at least half of all; NaN where the sum is 0."""
+    """Return the smallest share of the parts whose sum is at least half of all; NaN where the sum is 0."""
     largest = np.sort(parts.reshape(-1))[::-1].cumsum()
     return float((np.argmax(largest >= largest[-1] / 2) + 1) / largest.size) if largest[-1] > 0 else float("nan")
 
@@ -43,27 +38,3 @@ def half_share(parts: NDArray[np.float64]) -> float:
 def median(array: NDArray[np.float64]) -> float:
     """Median of what is not NaN; NaN where nothing is."""
     return float(quantiles(array, (0.5,))[0])
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: arrays as lists, frozen results as their fields, NaN and infinities as None.
-
-    A configuration is its object, a budget its number.
-    """
-    if isinstance(value, EvictionConfig):
-        return config_object(value)
-    if isinstance(value, Budget):
-        return value.value
-    if is_dataclass(value):
-        return plain(vars(value))
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    return value

@@ -27,12 +27,15 @@ A mean over prompts with its interval and the number of prompts that it is of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from perturbkv.analyses.stats.arithmetic import ratio
 
@@ -67,7 +70,7 @@ class Interval(Generic[End]):
     kind: str = "interval"
 
     def at(self, place: int) -> Interval[float]:
-        """One number's interval out of those of an array."""
+        """Return one number's interval out of those of an array."""
         return Interval(float(np.asarray(self.low)[place]), float(np.asarray(self.high)[place]), self.kind)
 
 
@@ -108,7 +111,7 @@ CORRELATION = Kind(3 / 8, limits=(-1, 1))
 
 
 def difference_of(width: float) -> Kind:
-    """A mean of differences between two scores that lie at most `width` apart."""
+    """Return a mean of differences between two scores that lie at most `width` apart."""
     return Kind(3 / 8, limits=(-width, width), rare=True)
 
 
@@ -117,36 +120,34 @@ DIFFERENCE = difference_of(1)
 
 
 def share_of(heads: int) -> Kind:
-    """A mean over samples of each sample's share of `heads` heads."""
+    """Return a mean over samples of each sample's share of `heads` heads."""
     return Kind(3 / 8, limits=(0, 1), heads=heads)
 
 
 def rare_share_of(heads: int) -> Kind:
-    """The same of a share near 0 or 1, which single samples leave: how many heads have σ > 0.5."""
+    """Return the same of a share near 0 or 1, which single samples leave: how many heads have σ > 0.5."""
     return Kind(3 / 16, limits=(0, 1), heads=heads)
 
 
 def of_samples(hits: NDArray[np.bool_]) -> Scalar:
-    """The exact interval of the share of samples that hit (Clopper–Pearson); None for fewer than two samples."""
-    from scipy import stats
-
+    """Return the exact interval of the share of samples that hit (Clopper–Pearson); None for fewer than two samples."""
     count, found = len(hits), int(np.sum(hits))
     if count < 2:
         return None
     tail = (1 - LEVEL) / 2
-    low = float(stats.beta.ppf(tail, found, count - found + 1)) if found else 0.0
-    high = float(stats.beta.ppf(1 - tail, found + 1, count - found)) if found < count else 1.0
+    low = float(special.betaincinv(found, count - found + 1, tail)) if found else 0.0
+    high = float(special.betaincinv(found + 1, count - found, 1 - tail)) if found < count else 1.0
     return Interval(low, high)
 
 
 def of_mean(per_sample: Floats, kind: Kind) -> Scalar:
-    """The interval of the mean over samples of (sample,) values; samples that are NaN are left out."""
+    """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out."""
     held = per_sample[~np.isnan(per_sample)]
     return scalar(lambda weights: weights @ held, len(held), kind)
 
 
 def of_medians(per_sample: Floats) -> Band:
-    """The interval of the median over samples of (sample, …) values: two of them, whatever their distribution.
+    """Return the interval of the median over samples of (sample, …) values: two of them, whatever their distribution.
 
     The k-th least and the k-th largest, with the largest k that covers the median in 92 % of draws (of eight samples
     the second and the seventh: 93 %). It holds where means of a few skewed values have no interval worth reading.
@@ -168,14 +169,13 @@ def median_level(samples: int) -> float:
 
 def _median_levels(samples: int) -> Floats:
     """Coverage of the k-th least to the k-th largest, k = 1, 2, …, as far as it is at least `MEDIAN_LEVEL`."""
-    from scipy import stats
-
-    inside = 1 - 2 * stats.binom.cdf(np.arange(samples // 2), samples, 0.5)
+    tails = accumulate(math.comb(samples, count) for count in range(samples // 2))
+    inside = np.array([1 - 2 * (tail / 2**samples) for tail in tails])
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
 
 def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Scalar:
-    """The interval of one number: `statistic` gives one value per row of weights. None where there is none."""
+    """Return the interval of one number: `statistic` gives one value per row of weights. None where there is none."""
     found = band(statistic, samples, kind, deciding)
     if found is None or np.isnan([found.low, found.high]).any():
         return None
@@ -183,7 +183,9 @@ def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deci
 
 
 def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Band:
-    """The interval of each number of an array, over samples; None for a single sample. NaN where a number has none.
+    """Return the interval of each number of an array, over samples; None for a single sample.
+
+    NaN where a number has none.
 
     `statistic` maps weights (row, sample), each row summing to 1, to values (row, …): means over samples are then
     matrix products. `deciding`: as of how many samples the number is as unsure, where that is fewer than there are.
@@ -204,8 +206,6 @@ def jackknife(value: Floats, left_out: Floats, kind: Kind, deciding: float | Non
 
     On the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
     """
-    from scipy import special
-
     count = len(left_out)
     sure = deciding or count
     reach = special.stdtrit(kind.degrees(sure), (1 + LEVEL) / 2)  # Student's t: what `stats.t.ppf` asks in the end
@@ -221,13 +221,13 @@ def jackknife(value: Floats, left_out: Floats, kind: Kind, deciding: float | Non
 
 
 def _variance(left_out: Floats) -> Floats:
-    """(…) squared standard error by the jackknife."""
+    """Return (…) squared standard error by the jackknife."""
     count = len(left_out)
     return np.asarray((count - 1) / count * ((left_out - left_out.mean(axis=0)) ** 2).sum(axis=0))
 
 
 def _of_heads(value: Floats, samples: int, kind: Kind) -> Floats:
-    """The variance of the share that so many independent heads would show."""
+    """Return the variance of the share that so many independent heads would show."""
     share = np.clip(value, 0, 1)
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
@@ -256,7 +256,7 @@ def _farther(low: Floats, high: Floats, each: Floats, rest: float) -> tuple[Floa
 
 
 def _alone(distance: Floats, count: int) -> Floats:
-    """(…) 1 where at most one of the samples (sample, …) departs, 0 where two depart equally far, or more do."""
+    """Return (…) 1 where at most one of the samples (sample, …) departs, 0 where two depart equally far, or more do."""
     departing = np.where(distance < count * _ROUNDING, 0, distance)
     squares = (departing**2).sum(axis=0)
     effective = departing.sum(axis=0) ** 2 / np.where(squares > 0, squares, 1)  # k equal departures: k
@@ -264,17 +264,17 @@ def _alone(distance: Floats, count: int) -> Floats:
 
 
 def _snapped(end: Floats, limit: float) -> Floats:
-    """The end, exactly at the limit where rounding alone keeps it away."""
+    """Return the end, exactly at the limit where rounding alone keeps it away."""
     return np.where(np.abs(end - limit) <= _ROUNDING, limit, end)
 
 
 def stratified_mean(strata: Sequence[Floats]) -> float:
-    """The mean over data sets of each one's mean over its (sample,) values: every data set counts the same."""
+    """Return the mean over data sets of each one's mean over its (sample,) values: every data set counts the same."""
     return float(np.mean([one.mean() for one in strata]))
 
 
 def of_stratified_mean(strata: Sequence[Floats], kind: Kind) -> Scalar:
-    """The interval of `mean`; each stratum holds the (sample,) values of one data set.
+    """Return the interval of `mean`; each stratum holds the (sample,) values of one data set.
 
     A range where one of them has fewer than five samples: the mean of all least to the mean of all largest samples, or
     ends of intervals. None where one has a single sample.
@@ -307,13 +307,13 @@ class Estimate:
 
 
 def over_prompts(each: Floats, kind: Kind) -> Estimate:
-    """The mean of (prompt,) values; prompts that are NaN are left out."""
+    """Return the mean of (prompt,) values; prompts that are NaN are left out."""
     held = each[~np.isnan(each)]
     return Estimate(float(ratio(held.sum(), len(held))), of_mean(held, kind), len(held))
 
 
 def mean_of(each: Sequence[Floats]) -> Floats:
-    """(prompt,) mean of several (prompt,) values over those that are not NaN; NaN where all are."""
+    """Return (prompt,) mean of several (prompt,) values over those that are not NaN; NaN where all are."""
     stacked = np.stack(each)
     held = ~np.isnan(stacked)
     return np.asarray(ratio(np.where(held, stacked, 0).sum(axis=0), held.sum(axis=0)))

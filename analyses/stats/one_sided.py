@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import special
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.intervals import LEAST
@@ -40,14 +40,17 @@ _LARGEST = 700.0
 
 
 def share_at_least(hits: NDArray[np.bool_], samples: int | None = None) -> float:
-    """The lower bound of the share of samples that hit; as of so many `samples` with no larger a share of hits."""
+    """Return the lower bound of the share of samples that hit.
+
+    As of so many `samples` with no larger a share of hits.
+    """
     count = samples or len(hits)
     found = int(hits.mean() * count + 1e-9)
-    return float(stats.beta.ppf(RISK, found, count - found + 1)) if found else 0.0
+    return float(special.betaincinv(found, count - found + 1, RISK)) if found else 0.0
 
 
 def mean_at_least(each: Floats, samples: int | None = None) -> float:
-    """The lower bound of the mean of (sample,) numbers in [0, 1]; as of so many `samples` like these."""
+    """Return the lower bound of the mean of (sample,) numbers in [0, 1]; as of so many `samples` like these."""
     times, low, high = (samples or len(each)) / len(each), 0.0, float(each.mean())
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -65,7 +68,7 @@ def _capital(each: Floats, mean: float, times: float) -> float:
 
 
 def mean_at_most(each: Floats, samples: int | None = None) -> float:
-    """The upper bound of the mean of (sample,) positive numbers; infinite of fewer than five samples."""
+    """Return the upper bound of the mean of (sample,) positive numbers; infinite of fewer than five samples."""
     count = samples or len(each)
     if min(count, len(each)) < LEAST:
         return float("inf")
@@ -74,7 +77,7 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
 
 
 def _lognormal(logs: Floats, count: int) -> float:
-    """The bound of a lognormal's mean from the median of its logarithms and their spread above it."""
+    """Return the bound of a lognormal's mean from the median of its logarithms and their spread above it."""
     middle = float(np.median(logs))
     spread = float(((np.sort(logs)[-(len(logs) // 2) :] - middle) ** 2).mean())
     if spread == 0:
@@ -82,6 +85,8 @@ def _lognormal(logs: Floats, count: int) -> float:
     freedom = max(1, count // 2)
     variances = spread * freedom / (2 * special.gammaincinv(freedom / 2, _LEVELS))
     errors = np.sqrt(variances * np.pi / 2 / count)  # of a median
+
+    from scipy import optimize
 
     def missing(end: float) -> float:
         return float(special.ndtr((end - middle - variances / 2) / errors).mean()) - (1 - RISK)
@@ -91,7 +96,10 @@ def _lognormal(logs: Floats, count: int) -> float:
 
 
 def samples_for(holds: Callable[[int], bool], samples: int) -> int | None:
-    """The smallest number of samples, more than there are, with which a bound holds; None where a million do not."""
+    """Return the smallest number of samples, more than there are, with which a bound holds.
+
+    None where a million do not.
+    """
     low, high = samples, 2 * samples
     while not holds(high):
         if high > MOST_SAMPLES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy import stats
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -32,6 +31,8 @@ def kendall(first: Floats, second: Floats) -> Floats:
 
 def mean_ranks(values: Floats) -> Floats:
     """Ranks from 1 along the first axis, ties at their mean; they lie as the values do, on which sums depend."""
+    from scipy import stats  # 0.6 s, which only rank correlations wait for
+
     ranks = np.empty_like(values, dtype=np.float64)
     ranks[...] = stats.rankdata(values, axis=0)
     return ranks

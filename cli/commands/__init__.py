@@ -1,1 +1,133 @@
-"""The subcommands, one file per question: each parses, calls one function and prints."""
+"""The table of commands: groups of `perturbkv -h`, each command's line there, and where its function is.
+
+A command is imported when it runs. Those of the shape "open a trace or measure one, analyse, show, save" are functions
+in `eviction`, `answers` and `questions` that return an `Analysis`; the others have a module of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+FILE = "FILE"
+"""The name of a command that takes whatever path stands where other commands have their name."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of the table.
+
+    Attributes:
+        name: what is typed.
+        summary: its line in the help of its group, the first of its own help.
+        location: module in this folder and function, empty for a group that only has commands.
+        commands: of a group.
+    """
+
+    name: str
+    summary: str
+    location: str = ""
+    commands: tuple[Command, ...] = ()
+
+
+QUESTIONS = (
+    Command("alpha", "Choose α for all, per layer, per head; judge on other samples", "alpha:alpha"),
+    Command("measures", "Ask whether L2 or cosine would conclude what L1 does", "questions:measures"),
+    Command("regret", "Measure how far each method is from the best kept set", "questions:regret"),
+    Command("split", "Separate how much is evicted from what is evicted", "questions:split"),
+    Command("patching", "Find the layers and heads that decide the output", "patching:patching"),
+    Command("stability", "Ask whether the same heads are hit everywhere", "questions:stability"),
+)
+LISTS = (
+    Command("models", "List the model aliases, and what else is a model", "listings:models"),
+    Command("datasets", "List the data sets, or look at one and its prompts", "datasets:datasets"),
+    Command("policies", "List policies and selections, or the options of one", "listings:policies"),
+    Command(FILE, "Show a trace's run, samples, variables and provenance", "finished_traces:describe_trace"),
+)
+BENCHES = (
+    Command("scale", "Measure runs of thousands of samples", "bench:scale"),
+    Command("report", "Measure the pages of `perturbkv report`", "bench:report"),
+    Command("compare", "Compare two files of the benchmark", "bench:compare"),
+)
+CHECKS = (
+    Command("selfcheck", "Hold what runs on a GPU against its reference", "selfcheck:selfcheck"),
+    Command("bench", "Measure what measuring costs", "bench:bench", BENCHES),
+)
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "What eviction does": (
+        Command("heads", "Compare selections head by head, isolated and propagated", "eviction:heads"),
+        Command("layers", "Follow the residual stream's drift from layer to layer", "eviction:layers"),
+        Command("assumption", "Check Assumption 1 per head, in three readings of σ", "eviction:assumption"),
+        Command("bound-tightness", "Measure how tight the bounds are, and if they rank", "eviction:bound_tightness"),
+        Command("ablation", "Measure what each ingredient or restriction brings", "ablation:ablation"),
+        Command("horizon", "Follow the perturbation over many decode steps", "eviction:horizon"),
+        Command("tokens", "Show the words that a head keeps and evicts", "eviction:tokens"),
+        Command("needle", "Ask every cache for a number hidden in a long text", "eviction:needle"),
+    ),
+    "What it costs in answers": (
+        Command("quality", "Score the answers from the full and the evicted caches", "answers:quality"),
+        Command("correlation", "Ask whether perturbation predicts a lost answer", "answers:correlation"),
+        Command("budget", "Find safe budgets, and what a selection saves", "budget:budget"),
+    ),
+    "Make a trace, keep it, look at it": (
+        Command("trace", "Run a model with full and evicted caches; write a trace", "trace:trace"),
+        Command("generate", "Answer from the full and the evicted caches; compare", "generate:generate"),
+        Command("merge", "Join the shards of a run, which --shard leaves", "finished_traces:merge"),
+        Command("export", "Write a trace as a table, CSV or Parquet", "finished_traces:export"),
+        Command("report", "Make one page to look at, of a trace or of several", "finished_traces:report"),
+    ),
+    "Check another eviction": (
+        Command("audit", "Test whether an eviction is broken, or only lossy", "audit:audit"),
+    ),
+    "The paper's open questions": (
+        Command("question", ", ".join(row.name for row in QUESTIONS), "", QUESTIONS),
+    ),
+    "This machine, and what there is to choose from": (
+        Command("list", "List models, datasets, policies; or describe a trace file", "", LISTS),
+        Command("doctor", "Report versions, devices, folders; selfcheck; bench", "doctor:doctor", CHECKS),
+    ),
+}  # fmt: skip
+COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)
+PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
+
+_QUESTION = ("alpha", "measures", "regret", "split", "stability")
+FORMER_COMMANDS = {
+    **{name: f"question {name}" for name in _QUESTION},
+    "swap": "question patching",
+    "link": "correlation",
+    "restriction": "ablation --restrictions",
+    "savings": "budget --savings",
+    "bytes": "budget --bytes",
+    "cliff": "budget --cliff",
+    "divergence": "quality ANSWERS.jsonl --divergence",
+    "judge": "quality ANSWERS.jsonl --judge COMMAND",
+    "head-scores": "trace --head-scores PATH",
+    "info": "list FILE",
+    "models": "list models",
+    "datasets": "list datasets",
+    "policies": "list policies",
+    "selfcheck": "doctor selfcheck",
+    "bench": "doctor bench",
+}
+"""Names that commands had before, and what is typed now."""
+FORMER_OPTIONS = {
+    ("quality", "--trace"): "name the traces themselves, such as `perturbkv quality a/trace.h5 b/trace.h5`",
+    ("correlation", "--trace"): "name the traces themselves, such as `perturbkv correlation a/trace.h5 b/trace.h5`",
+    ("quality", "--command"): "write --judge COMMAND",
+    ("budget", "--selection"): "write --compare NAMES",
+}
+"""Command and option that it had before -> what to do now."""
+
+
+def former_command(path: str, name: str) -> None:
+    """Raise ConfigError for a name that a command had before."""
+    if path == "perturbkv" and name in FORMER_COMMANDS:
+        _refuse(f"'{name}' is `perturbkv {FORMER_COMMANDS[name]}` now")
+    if path == "perturbkv question" and name == "swap":
+        _refuse("'swap' is `perturbkv question patching` now")
+
+
+def _refuse(message: str) -> NoReturn:
+    from perturbkv.errors import ConfigError
+
+    raise ConfigError(message)

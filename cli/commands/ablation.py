@@ -1,7 +1,4 @@
-"""`perturbkv ablation`: which ingredient of the two-stage selection brings its gain, or which method perturbs least.
-
-`perturbkv restriction`: what one kept set for all heads and whole blocks cost.
-"""
+"""`perturbkv ablation`: ingredients of the two-stage selection, whole methods, or restrictions of an engine."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console
-from perturbkv.cli.choices import apart
-from perturbkv.cli.option_routing import with_options
+from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.options import LookOptions, RunOptions
-from perturbkv.cli.session import open_study
+from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import EVICT_NOTHING
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.result import Result
     from perturbkv.selection.policies.base import Policy
 
 
@@ -32,64 +29,52 @@ _EVERY = "all"
 _STAGED_ON = ("snapkv", "pyramidkv", "adakv")
 
 
-@with_options
-def ablation(
+def _ingredients(run: RunOptions, look: LookOptions) -> Analysis:
+    """Rank the ingredients of the two-stage selection."""
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.ablation.ablation import ablation as analyse
+
+        return analyse(session.trace, look.step)
+
+    return Analysis("ablation", run, lambda: _configs(run), answer, asked={"methods": None, "step": look.step})
+
+
+def _rank(
     run: RunOptions,
     look: LookOptions,
     methods: Annotated[
         str | None,
-        Option(
-            metavar="NAMES", help="Rank whole methods instead: all, or policies separated by commas", show_default=False
-        ),
+        Option(metavar="NAMES", help="Rank whole methods: all, or policies separated by commas", show_default=False),
     ] = None,
-) -> None:
-    """Tell apart what each ingredient of a method brings.
-
-    Un-pooling, the value norms and the group's product, between the baseline and hindsight. Without --granularity both
-    are measured: one kept set per query head, and one per kv head, where alone the group's product is a choice.
-    With --methods every policy is ranked against snapkv, and against random entries with the same protection.
-    """
-    if methods is not None:
-        _rank(run, look, methods)
-        return
-    study = open_study("ablation", run, look, lambda: _configs(run))
-    if study is None:
-        return
-    from perturbkv.analyses.ablation.ablation import ablation as analyse
-
-    result = analyse(study.trace, look.step)
-    study.save(result.plot(study.width_mm), result.identity, "ablation")
-    study.show(result)
-
-
-def _rank(run: RunOptions, look: LookOptions, asked: str) -> None:
-    named = [name.strip() for name in split(asked, ",") if name.strip()]
-    if not named:
+) -> Analysis:
+    """Rank whole methods against snapkv, and against random entries with the same protection."""
+    names = [name.strip() for name in split(methods or "", ",") if name.strip()]
+    if not names:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
         raise ConfigError(msg)
-    if _EVERY in named and len(named) > 1:
-        msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{asked}', give one"
+    if _EVERY in names and len(names) > 1:
+        msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{methods}', give one"
         raise ConfigError(msg)
-    only = () if named == [_EVERY] else tuple(apart("--methods", named))
-    study = open_study("ablation", run, look, lambda: _methods(run, only), stems=["methods"])
-    if study is None:
-        return
-    from perturbkv.analyses.ablation.methods import methods as analyse
+    only = () if names == [_EVERY] else tuple(check_distinct("--methods", names))
 
-    result = analyse(study.trace, look.step, only)
-    study.save(result.plot(study.width_mm), result.identity, "methods")
-    dataclasses.replace(study, name="methods").show(result)
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.ablation.methods import methods as analyse
+
+        return analyse(session.trace, look.step, only)
+
+    return Analysis("ablation-methods", run, lambda: _methods(run, only), answer, command="ablation --methods")
 
 
 def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
-    """Each method as it is meant, two stages on three of them, and the controls of the same protection."""
+    """Return each method with its own selection, two stages on three, and controls of the same protection."""
     from perturbkv.analyses.ablation.methods import CONTROLS, baseline_of, control
     from perturbkv.selection.policies.registry import resolved
 
     if "policy" in run.typed:
         msg = "--policy has no effect here: --methods names the policies; leave it out"
         raise ConfigError(msg)
-    named = map(_meant, only) if only else _all(run)
+    named = map(_with_selection, only) if only else _all(run)
     one_alpha = dataclasses.replace(run, alpha=run.alpha and run.alpha[:1])  # without stages all α keep the same
     found = one_alpha.configs(list(dict.fromkeys(["snapkv:attention", *named])))
     if len({(one.policy, one.selection.name) for one in found}) < 2:
@@ -104,12 +89,12 @@ def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]
 
 
 def _alike(one: EvictionConfig, other: EvictionConfig) -> bool:
-    """Whether two methods are compared: at one budget, with kept sets of one kind."""
+    """Return whether two methods are compared: at one budget, with kept sets of one kind."""
     return (one.budget, one.granularity.name, one.block) == (other.budget, other.granularity.name, other.block)
 
 
 def _all(run: RunOptions) -> list[str]:
-    """Every policy that can run as asked for; SnapKV unpooled, as most others are; two stages on three of them."""
+    """Return every policy that can run so; SnapKV unpooled, as most others are; two stages on three of them."""
     from perturbkv.selection.policies import registry
 
     known = [policy for policy in registry.known() if policy.name != "random"]
@@ -118,11 +103,11 @@ def _all(run: RunOptions) -> list[str]:
         why = "left out, as it evicts nothing, or needs head scores, another cache or another granularity"
         console.note(f"{why}: {', '.join(left)}")
     staged = [f"{name}:two-stage" for name in _STAGED_ON if name in fitting]
-    return [*map(_meant, fitting), "snapkv:attention-unpooled", *staged]
+    return [*map(_with_selection, fitting), "snapkv:attention-unpooled", *staged]
 
 
 def _fits(run: RunOptions, policy: type[Policy]) -> bool:
-    """Whether a policy evicts, and can run with the given scores, cache and granularities."""
+    """Return whether a policy evicts, and can run with the given scores, cache and granularities."""
     asked = [as_choice(name) for name in run.granularity or []]
     shared = any(one.name == "layer" for one in asked) and policy.budgets == "by head"
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in asked) and policy().first_stage is not None
@@ -130,8 +115,8 @@ def _fits(run: RunOptions, policy: type[Policy]) -> bool:
     return policy.name not in EVICT_NOTHING and scored and run.cache in policy.caches() and not shared and not in_blocks
 
 
-def _meant(method: str) -> str:
-    """A policy with its own selection: what its score, or its places, say alone."""
+def _with_selection(method: str) -> str:
+    """Return a policy with its own selection: that of its score, or its positions, alone."""
     from perturbkv.selection.policies import registry
 
     if len(halves(method)) > 1:
@@ -140,7 +125,7 @@ def _meant(method: str) -> str:
 
 
 def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """The whole chain at every α; what has no stages once."""
+    """Return the whole chain at every α; what has no stages once."""
     from perturbkv.analyses.ablation.ingredients import MEAN_OF_PRODUCTS
 
     alphas = run.alpha or list(_ALPHAS)
@@ -161,34 +146,53 @@ _SELECTIONS = ["attention", "two-stage"]
 _BLOCKS = (16, 32)
 
 
-@with_options
-def restriction(run: RunOptions, look: LookOptions) -> None:
-    """Tell what an engine's restrictions cost.
+def _restrictions(run: RunOptions, look: LookOptions) -> Analysis:
+    """Compare one set of single entries per kv head with coarser kept sets."""
 
-    One kept set for all heads of a layer, and whole blocks, against one set of single entries per kv head at the same
-    budget. Without --granularity: kv, layer and query, blocks of 16 and 32.
-    """
-    study = open_study("restriction", run, look, lambda: _restriction_configs(run))
-    if study is None:
-        return
-    from perturbkv.analyses.ablation.restriction import restriction as analyse
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.ablation.restriction import restriction as analyse
 
-    result = analyse(study.trace, look.step)
-    study.save(result.plot(study.width_mm), result.identity, "restriction")
-    study.show(result)
+        return analyse(session.trace, look.step)
+
+    return Analysis(
+        "ablation-restrictions", run, lambda: _restriction_configs(run), answer, command="ablation --restrictions"
+    )  # fmt: skip
 
 
 def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Both selections under every restriction, the baseline first."""
+    """Return both selections under every restriction, the baseline first."""
     asked = ["kv", *(run.granularity or _usual(run))]
     return dataclasses.replace(run, granularity=list(dict.fromkeys(asked))).configs(_SELECTIONS)
 
 
 def _usual(run: RunOptions) -> list[str]:
-    """Whole blocks per head and per layer; per head alone where a policy shares budgets out between heads."""
+    """Return blocks per head and per layer; per head alone where a policy allocates between heads."""
     from perturbkv.selection.policies import registry
 
     by_head = any(registry.info(parse(name).name).budgets == "by head" for name in run.policy or [])
     names = ["kv"] if by_head else ["kv", "layer"]
     blocks = [f"{name}(block={size})" for size in _BLOCKS for name in names]
     return [*names, *blocks, "query"]
+
+
+def _ablation() -> None:
+    """Measure what each ingredient or restriction brings.
+
+    Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
+    query head and per kv head. --methods ranks policies against snapkv and against random entries of the same
+    protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
+    """
+
+
+_ablation.__name__ = "ablation"
+ablation = analysis_views(
+    _ingredients,
+    methods=_rank,
+    restrictions=_restrictions,
+    flags={
+        "restrictions": Annotated[
+            bool, Option("--restrictions", help="Compare what engines restrict: sets per layer, blocks")
+        ]
+    },
+    help=_ablation,
+)

@@ -1,4 +1,4 @@
-"""`perturbkv audit`: an eviction that is not ours, broken or only lossy."""
+"""`perturbkv audit`: an external eviction, broken or only lossy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import typer
 from typer import Argument, Option
 
 from perturbkv.audit_trace import SITUATIONS
-from perturbkv.cli import console, option_effects
-from perturbkv.cli.choices import apart
+from perturbkv.cli import console, option_refusals
+from perturbkv.cli.choices import check_distinct
+from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
-from perturbkv.cli.option_routing import with_options
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
-from perturbkv.cli.saving import free, free_figures, save_figure
+from perturbkv.cli.saving import figure_files, save_figure, write_json
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.output import WAIT_ALONE, Lock
+from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.audit.audit import AuditResult
+    from perturbkv.analyses.audit.audit import Audit
     from perturbkv.datasets.prompts import Prompts
 
 _FILE, _STEM = "audit.json", "audit"
@@ -31,7 +30,7 @@ _FILE, _STEM = "audit.json", "audit"
 
 @dataclass(frozen=True)
 class AuditOptions(DataOptions):
-    """What the user asked of an audit, as typed."""
+    """An audit as typed."""
 
     samples: Annotated[
         int | None, Option(metavar="N", help="Prompts", show_default="2; 1 for positions", rich_help_panel=DATA)
@@ -58,7 +57,7 @@ class AuditOptions(DataOptions):
     @property
     def situations(self) -> tuple[str, ...]:
         """Those asked for; all of them where none is. Raises ConfigError for one that is asked for twice."""
-        return tuple(apart("--situation", self.situation or list(SITUATIONS)))
+        return tuple(check_distinct("--situation", self.situation or list(SITUATIONS)))
 
 
 @with_options
@@ -69,23 +68,23 @@ def audit(
         str, Argument(help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…)")
     ],
 ) -> None:
-    """Tell whether an eviction is broken, or only lossy.
+    """Test whether an eviction is broken, or only lossy.
 
     One that is not ours is held against the plain model with the full cache and a mask of exactly the entries that it
     keeps: alone, with a block of tokens after it, and in a left-padded batch. It is a function (model, input_ids,
     attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1: differs, the first
     difference named; 2: unreadable.
     """
-    option_effects.check("audit", asked, (EvictionConfig(128, selection="random"),))
+    option_refusals.check("audit", asked, (EvictionConfig(128, selection="random"),))
     folder = run_folder(asked, asked.output)
-    free_figures(folder, [_STEM], look.formats, asked.overwrite)
-    with Lock(free(folder / _FILE, asked.overwrite), advice=WAIT_ALONE):
+    files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
+    with OutputFolder(folder, asked.overwrite).claim(*files, writer=folder / _FILE):
         result = _audited(eviction, asked)
         _leave(result, folder, asked, look)
     raise typer.Exit(result.exit_code)
 
 
-def _audited(eviction: str, asked: AuditOptions) -> AuditResult:
+def _audited(eviction: str, asked: AuditOptions) -> Audit:
     """Everything that can be wrong with the request is found before the weights are loaded."""
     from perturbkv.analyses.audit.audit import conclude
     from perturbkv.auditing.audit import Settings
@@ -113,7 +112,7 @@ def _about(prompts: Prompts) -> dict[str, str]:
     return {"dataset": prompts.dataset, "seed": str(prompts.seed)}
 
 
-def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureOptions) -> None:
+def _leave(result: Audit, folder: Path, asked: AuditOptions, look: FigureOptions) -> None:
     """The document and the figure as files, where there is something to draw; the numbers on stdout."""
     figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
@@ -121,10 +120,10 @@ def _leave(result: AuditResult, folder: Path, asked: AuditOptions, look: FigureO
             result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, asked.overwrite
         )
         document |= {"figures": figures}
-        write_whole(folder / _FILE, lambda stream: stream.write(console.as_json(document).encode()))
+        write_json(folder / _FILE, document)
     if asked.as_json:
         console.print_json({"figures": figures, **document})
         return
-    console.result(result, result.title())
+    console.result([result], result.identity.lines()[0], explain=look.explain)
     if figures:
         console.say(f"written to {folder}")

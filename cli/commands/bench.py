@@ -1,4 +1,4 @@
-"""`perturbkv bench`: what measuring costs and what evicting saves, as ratios within one run."""
+"""`perturbkv doctor bench`: the cost of measuring and what evicting saves, as ratios within one run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typer import Argument, Option
 
 from perturbkv.analyses.pairing import counted
 from perturbkv.cli import console
-from perturbkv.cli.option_routing import OnceCommand, OnceGroup, typed
+from perturbkv.cli.command_line import typed
 from perturbkv.cli.options import JsonOption
-from perturbkv.cli.saving import claimed
+from perturbkv.cli.saving import new_file
 from perturbkv.configs import option as numbers
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 
 _OWN_SHAPES = {"norms-time", "norms-memory", "triton-time", "triton-rate", "cuda-24", "cuda-decode"}
 """Rows whose model, prompt and dtype are their own."""
-_OWN_LENGTHS = {"quality-12"}
+_OWN_LENGTHS = {"quality-12", "startup-help", "startup-figure"}
 """Rows whose prompt alone is."""
 
-bench = typer.Typer(help="Measure what measuring costs.", invoke_without_command=True, cls=OnceGroup)
 
-
-@bench.callback()
-def run(
+def bench(
     context: typer.Context,
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
     tokens: Annotated[int, Option(metavar="N", help="Prompt length; growth is from half of it to twice")] = 4096,
@@ -45,12 +42,12 @@ def run(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure every row: time, memory, growth, value norms, writing, generating; those of a GPU where there is one.
+    """Measure what measuring costs.
 
-    A row whose process fails says why, and the command exits with 1 when the others are done.
+    Every row: time, memory, growth, start-up, value norms, writing, generating; those of a GPU where there is one. A
+    row whose process fails says why, and the command exits with 1 when the others are done.
 
-    Each value is a ratio of two things measured in the same run, in turns. `perturbkv bench compare` holds two such
-    files side by side.
+    Each value is a ratio of two things measured in the same run, in turns.
     """
     if context.invoked_subcommand is not None:
         _check_nothing_typed(context)
@@ -61,13 +58,12 @@ def run(
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
     _check_used(context, {target.name for target in targets})
     path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
-    with claimed(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
+    with new_file(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
         report = suite.measure(settings, targets, lambda name: bar.one_more())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     _tell(report, path, as_json)
 
 
-@bench.command(cls=OnceCommand)
 def scale(
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
     samples: Annotated[int, Option(metavar="N", help="Of the longest runs; fewer take less time")] = 10_000,
@@ -80,25 +76,24 @@ def scale(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what runs of thousands of samples take: workers, Ray, coordinating, merging.
+    """Measure runs of thousands of samples.
 
-    Workers sleep instead of measuring, but for one row: so two cores carry eight of them. Each value is a ratio within
-    one run, or milliseconds; start-up is not in it, but in the JSON. A row whose process fails says why, and the
-    command exits with 1 when the others are done.
+    Workers, Ray, coordinating, merging. Workers sleep instead of measuring, but for one row: so two cores carry eight
+    of them. Each value is a ratio within one run, or milliseconds; start-up is not in it, but in the JSON. A row whose
+    process fails says why, and the command exits with 1 when the others are done.
     """
     from perturbkv.benchmark import many_samples
     from perturbkv.benchmark.rows import SCALE, check_names
 
     targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
     path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-scale.json"
-    with claimed(path, overwrite) as beside, console.progress("groups", many_samples.groups(settings)) as bar:
+    with new_file(path, overwrite) as beside, console.progress("groups", many_samples.groups(settings)) as bar:
         report = many_samples.measure(settings, targets, lambda name: bar.one_more())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     _tell(report, path, as_json)
 
 
-@bench.command(name="report", cls=OnceCommand)
-def of_report(
+def report(
     tokens: Annotated[int, Option(metavar="N", help="Prompt length of the traces that are made for it")] = 1500,
     repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed; medians count")] = 5,
     only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
@@ -109,29 +104,32 @@ def of_report(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure `perturbkv report`: the size of its pages, their first paint, a change of choice.
+    """Measure the pages of `perturbkv report`.
 
-    Of traces that are made for it. What is timed is so in headless Chromium, where there is one.
+    Their size, first paint, a change of choice, of traces that are made for it. What is timed is so in headless
+    Chromium, where there is one.
     """
     from perturbkv.benchmark import report_pages
     from perturbkv.benchmark.rows import REPORT, check_names
 
     targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
     path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-report.json"
-    with claimed(path, overwrite) as beside, console.progress("groups", report_pages.groups(settings)) as bar:
+    with new_file(path, overwrite) as beside, console.progress("groups", report_pages.groups(settings)) as bar:
         report = report_pages.measure(settings, targets, lambda name: bar.one_more())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     _tell(report, path, as_json)
 
 
-@bench.command(cls=OnceCommand)
 def compare(
     old: Annotated[Path, Argument(help="JSON of the earlier run", show_default=False)],
     new: Annotated[Path, Argument(help="JSON of the later run", show_default=False)],
     tolerance: Annotated[float, Option(metavar="X", help="How much worse a value may become, as a share")] = 0.1,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two files of `perturbkv bench`; exit with 1 where a row became worse by more than the tolerance."""
+    """Compare two files of the benchmark.
+
+    Exits with 1 where a row became worse by more than the tolerance.
+    """
     from dataclasses import asdict
 
     from perturbkv.benchmark.rows import compare, other_settings, read
@@ -156,7 +154,10 @@ def _check_nothing_typed(context: typer.Context) -> None:
     """Raise ConfigError for an option that stands before a subcommand, which takes none of them."""
     for name in sorted(typed(context)):
         option, command = name.removeprefix("as_"), context.invoked_subcommand
-        msg = f"--{option} has no effect on bench {command}; leave it out, or write it behind {command} if it takes it"
+        msg = (
+            f"--{option} has no effect on doctor bench {command}; leave it out, or write it behind {command} if it "
+            "takes it"
+        )
         raise ConfigError(msg)
 
 

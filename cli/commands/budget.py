@@ -1,13 +1,4 @@
-"""`perturbkv budget`: the smallest budget at which perturbation or score keep to a limit, and the bytes it saves.
-
-`perturbkv savings`: at which budget does a baseline do as well as a treatment (paper, figure 1).
-
-`perturbkv cliff`: the budget at which KL of the next token passes a threshold, method by method.
-
-The largest window that leaves room beside itself at the smallest budget, when the user chose none.
-
-`perturbkv bytes`: at equal bytes, is it better to evict or to quantise?.
-"""
+"""`perturbkv budget`: safe budgets, what a selection saves, bytes instead of entries, cliffs of KL."""
 
 from __future__ import annotations
 
@@ -16,14 +7,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from perturbkv.cli import console
-from perturbkv.cli.choices import DEFAULT_COMPARE, apart, numbers, parse_compare, parse_methods, parse_names
-from perturbkv.cli.option_routing import showing, with_options
-from perturbkv.cli.options import CompareOption, LookOptions, RunOptions
-from perturbkv.cli.session import open_study
+from perturbkv.cli.choices import (
+    DEFAULT_COMPARE,
+    check_distinct,
+    numbers,
+    parse_compare,
+    parse_methods,
+    parse_names,
+)
+from perturbkv.cli.command_line import hiding, showing
+from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, FULL_BITS, QUANTISE
@@ -31,6 +28,7 @@ from perturbkv.configs.resources import Shape
 from perturbkv.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.result import Result
     from perturbkv.datasets.encode import Prompt
     from perturbkv.models.loading import ModelFiles
 
@@ -38,48 +36,53 @@ if TYPE_CHECKING:
 _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 
 
-@showing(budget=" ".join(_BUDGETS))
-@with_options
-def budget(
+SidesOption = Annotated[
+    str | None,
+    Option(
+        metavar="NAMES",
+        help="Methods: policy:selection,…",
+        show_default="attention,two-stage",
+    ),
+]
+
+
+def _safe(
     run: RunOptions,
     look: LookOptions,
+    compare: SidesOption = None,
     max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat, by a lognormal's bound")] = None,
     max_drop: Annotated[float | None, Option(metavar="X", help="Mean drop of the score at most, points of 100")] = None,
     min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,
-    selection: Annotated[
-        list[str] | None,
-        Option(metavar="NAMES", help="By commas, or policy:selection", show_default="attention, two-stage"),
-    ] = None,
     for_length: Annotated[
         int | None, Option(metavar="N", help="Also the caches' bytes for prompts of so many entries")
     ] = None,
     for_batch: Annotated[int, Option(metavar="N", help="And for so many of them at once")] = 1,
-) -> None:
-    """Find each selection's smallest safe budget; exit code 1: none, 2: few samples."""
-    from perturbkv.analyses.budget.criteria import check_size, criteria
-    from perturbkv.analyses.budget.safe_budget import safe_budget as analyse
+) -> Analysis:
+    """Find each selection's smallest safe budget."""
+    from perturbkv.analyses.budget.criteria import criteria
+    from perturbkv.analyses.budget.safe_budget import check_size
 
     criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
-    wanted, sides = run.with_budgets(_BUDGETS), parse_names("--selection", selection)
-    study = open_study(
-        "budget", wanted, look, lambda: _configs(wanted, sides or ["attention", "two-stage"]),
+    wanted, sides = run.with_budgets(_BUDGETS), parse_names("--compare", None if compare is None else [compare])
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.budget.safe_budget import safe_budget as analyse
+
+        return analyse(
+            session.trace, max_kl=max_kl, max_drop=max_drop, min_top1=min_top1, sides=sides, for_length=for_length,
+            for_batch=for_batch,
+        )  # fmt: skip
+
+    return Analysis(
+        "budget", wanted, lambda: _configs(wanted, sides or ["attention", "two-stage"]), answer,
         leave_out_unfit=not run.budget, generate=0 if max_drop is None else None,
+        exit_code=lambda result: int(result.exit_code),
     )  # fmt: skip
-    if study is None:
-        return
-    result = analyse(
-        study.trace, max_kl=max_kl, max_drop=max_drop, min_top1=min_top1, sides=sides, for_length=for_length,
-        for_batch=for_batch,
-    )  # fmt: skip
-    study.save(result.plot(study.width_mm), result.identity, "budget")
-    study.show(result)
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
 
 
 def _configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
-    """Every selection at every budget. Raises ConfigError for budgets that have no order."""
+    """Return every selection at every budget. Raises ConfigError for budgets that have no order."""
     from perturbkv.analyses.budget.budget_axis import check_kind
 
     configs = run.configs(selections)
@@ -87,49 +90,43 @@ def _configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ..
     return configs
 
 
+_SAVINGS = "budget-savings"
 _SAVINGS_BUDGETS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8")
 
 
-@showing(budget=" ".join(_SAVINGS_BUDGETS))
-@with_options
-def savings(
+def _savings(
     run: RunOptions,
     look: LookOptions,
-    compare: CompareOption = DEFAULT_COMPARE,
+    compare: SidesOption = DEFAULT_COMPARE,
     by: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME",
-            help="score (generates answers), propagated, kl",
-            show_default="a trace's",
-        ),
+        Option(metavar="NAME", help="--savings: score, propagated, kl", show_default="a trace's"),
     ] = None,
-) -> None:
-    """Tell how much budget a selection saves.
-
-    At which budget does the baseline do as well (paper, figure 1)? Over five budgets or more.
-    """
+) -> Analysis:
+    """Find the budget at which the baseline does as well (paper, figure 1)."""
     from perturbkv.analyses.budget.budget_equivalence import checked
-    from perturbkv.analyses.budget.savings import savings as analyse
 
-    names, wanted = parse_compare(compare), run.with_budgets(_SAVINGS_BUDGETS)
+    names, wanted = parse_compare(compare or DEFAULT_COMPARE), run.with_budgets(_SAVINGS_BUDGETS)
     measures = None if by is None else checked(by)
-    stems = ["savings", *[f"savings-{place}" for place in range(1, len(names))]]
-    study = open_study(
-        "savings", wanted, look, lambda: _savings_configs(wanted, names), leave_out_unfit=not run.budget,
-        generate=None if "score" in (measures or ()) else 0, stems=stems,
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.budget.savings import savings as analyse
+
+        result = analyse(session.trace, names[0], names[1:], by=measures, step=look.step)
+        for index, one in enumerate(result, 1):
+            stem = _SAVINGS if len(result) == 1 else f"{_SAVINGS}-{index}"
+            session.save(one.plot(session.width_mm), one.identity, stem)
+        return result
+
+    return Analysis(
+        _SAVINGS, wanted, lambda: _savings_configs(wanted, names), answer, command="budget --savings",
+        stems=[_SAVINGS, *[f"{_SAVINGS}-{index}" for index in range(1, len(names))]],
+        leave_out_unfit=not run.budget, generate=None if "score" in (measures or ()) else 0,
     )  # fmt: skip
-    if study is None:
-        return
-    result = analyse(study.trace, names[0], names[1:], by=measures, step=look.step)
-    for place, one in enumerate(result, 1):
-        stem = "savings" if len(result) == 1 else f"savings-{place}"
-        study.save(one.plot(study.width_mm), one.identity, stem)
-    study.show(result)
 
 
 def _savings_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Both sides at every budget. Raises ConfigError for budgets that make no curve."""
+    """Return both sides at every budget. Raises ConfigError for budgets that make no curve."""
     from perturbkv.analyses.budget.savings import check_budgets
 
     configs = run.configs(names)
@@ -141,45 +138,37 @@ _CLIFF_BUDGETS = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.4")
 _METHODS = "attention,two-stage,attention-unpooled,random"
 
 
-@showing(budget=" ".join(_CLIFF_BUDGETS), window="the largest that fits")
-@with_options
-def cliff(
+def _cliff(
     run: RunOptions,
     look: LookOptions,
-    compare: Annotated[
-        str | None,
-        Option(metavar="NAMES", help="By commas, or policy:selection", show_default=f"a trace's; else {_METHODS}"),
-    ] = None,
-    kl: Annotated[str, Option(metavar="X", help="Thresholds of KL, nat, by commas")] = "0.1,1",
-) -> None:
-    """Find the budget at which each method falls off its cliff.
-
-    From which budget on the next token's KL stays below --kl. The window is the largest of 32, 16, 8, 4, 2, 1 that
-    fits the smallest budget.
-    """
+    compare: SidesOption = None,
+    kl: Annotated[str, Option(metavar="X", help="--cliff: thresholds of KL, nat, by commas")] = "0.1,1",
+) -> Analysis:
+    """Find the budget from which on the next token's KL stays below a threshold."""
     from perturbkv.analyses.budget.cliff import checked_thresholds
-    from perturbkv.analyses.budget.cliff import cliff as analyse
 
     thresholds = checked_thresholds(numbers("--kl", [kl]))
-    named = None if compare is None else parse_names("--compare", [compare])
-    if named == []:
+    sides = None if compare is None else parse_names("--compare", [compare])
+    if sides == []:
         msg = f"--compare takes methods such as {_METHODS}, got none"
         raise ConfigError(msg)
     wanted, files = run.with_budgets(_CLIFF_BUDGETS), None
-    methods = named or _METHODS.split(",")
+    methods = sides or _METHODS.split(",")
     if look.trace is None:
         _check(wanted, methods)
         wanted, files = _with_window(wanted)
-    study = open_study("cliff", wanted, look, lambda: _cliff_configs(wanted, methods), files=files)
-    if study is None:
-        return
-    result = analyse(study.trace, sides=named, kl=thresholds)
-    study.save(result.plot(study.width_mm), result.identity, "cliff")
-    study.show(result)
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.budget.cliff import cliff as analyse
+
+        return analyse(session.trace, sides=sides, kl=thresholds)
+
+    configs = lambda: _cliff_configs(wanted, methods)  # noqa: E731
+    return Analysis("budget-cliff", wanted, configs, answer, command="budget --cliff", files=files)
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
-    """Every method at every budget. Raises ConfigError for budgets that have no order, and for fewer than three."""
+    """Return every method at every budget. Raises ConfigError for budgets of no order, and for fewer than three."""
     from perturbkv.analyses.budget.budget_axis import check_kind
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
@@ -197,7 +186,7 @@ def _check(run: RunOptions, methods: list[str]) -> None:
 
 
 def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
-    """The run with the largest window that fits, where the user chose none, and the model that it was found with."""
+    """Return the run with the largest window that fits, where none was chosen, and the model that says so."""
     if run.window is not None:
         return run, None
     from perturbkv.cli.planned_run import encode_prompts
@@ -219,7 +208,7 @@ _DIGITS = 10_000
 
 
 def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario: str = "regular") -> tuple[int, str]:
-    """One window for all budgets and prompts, and how it was found, in words.
+    """Return one window for all budgets and prompts, and a sentence that says why.
 
     It leaves at least as many free entries as itself at the smallest budget of the shortest prompt: a window that
     shrank with the budget would be one more thing that differs. Raises BudgetError where not even one entry and a free
@@ -238,12 +227,12 @@ def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario
 
 
 def _least(budgets: Sequence[Budget], tokens: int) -> tuple[int, int]:
-    """Entries that the smallest budget keeps of a prompt, and the prompt's."""
+    """Return the entries that the smallest budget keeps of a prompt, and the prompt's."""
     return min(min(budget.tokens(tokens), tokens) for budget in budgets), tokens
 
 
 def _unfit(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
-    """The prompts in which nothing fits, and what to do."""
+    """Return the prompts in which nothing fits, and what to do."""
     short = [(name, tokens) for name, (entries, tokens) in kept.items() if entries < 2]
     named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_NAMED])
     more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
@@ -256,52 +245,44 @@ def _unfit(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
 
 _EQUAL_BYTES_BUDGETS = ("0.1", "0.2", "0.4")
 _BITS = (16, 8, 4, 2)
-_NAME = "bytes"
 
 
-@showing(budget=" ".join(_EQUAL_BYTES_BUDGETS), granularity="kv")
-@with_options
-def bytes(  # noqa: A001
+def _bytes(
     run: RunOptions,
     look: LookOptions,
+    compare: SidesOption = DEFAULT_COMPARE,
     bits: Annotated[
-        list[int] | None, Option(metavar="N", help="Of a stored number: 16, 8, 4, 2", show_default="all of them")
+        list[int] | None, Option(metavar="N", help="--bytes: bits of a number", show_default="16, 8, 4, 2")
     ] = None,
-    compare: Annotated[
-        str, Option(metavar="NAMES", help="Methods, separated by commas: policy:selection")
-    ] = DEFAULT_COMPARE,
-    answers: Annotated[bool, Option("--answers", help="Also generate answers, and score them")] = False,
+    answers: Annotated[bool, Option("--answers", help="--bytes: also generate answers, and score them")] = False,
     max_new_tokens: Annotated[
-        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the data set's own")
+        int | None, Option(metavar="N", help="--bytes: tokens of an answer at most", show_default="the dataset's")
     ] = None,
-) -> None:
-    """Tell whether to evict or to quantise, at equal bytes.
-
-    A budget is what its entries take in 16 bits; in 8, 4 or 2 more entries take it, window, scales and minima counted.
-    Beside them stands everything in few bits.
-    """
+) -> Analysis:
+    """Compare evicting with quantising at equal bytes."""
     if max_new_tokens is not None and (max_new_tokens < 1 or not answers):
         got = f"got {max_new_tokens}" if answers else "without --answers it has no effect; give both"
         msg = f"--max-new-tokens must be at least 1, {got}"
         raise ConfigError(msg)
-    wanted, counts, names = run.with_budgets(_EQUAL_BYTES_BUDGETS), _counts(bits), parse_methods(compare)
+    wanted, counts = run.with_budgets(_EQUAL_BYTES_BUDGETS), _counts(bits)
+    names = parse_methods(DEFAULT_COMPARE if compare is None else compare)
     files = None if look.trace is not None else _opened(run)
-    study = open_study(
-        _NAME, wanted, look, lambda: _equal_bytes_configs(wanted, counts, names, files), leave_out_unfit=not run.budget,
-        generate=max_new_tokens if answers else 0, files=files,
-    )  # fmt: skip
-    if study is None:
-        return
-    from perturbkv.analyses.budget.equal_bytes import equal_bytes
 
-    result = equal_bytes(study.trace, look.step)
-    study.save(result.plot(study.width_mm), result.identity, _NAME)
-    study.show(result)
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.budget.equal_bytes import equal_bytes
+
+        return equal_bytes(session.trace, look.step)
+
+    return Analysis(
+        "budget-bytes", wanted, lambda: _equal_bytes_configs(wanted, counts, names, files), answer,
+        command="budget --bytes", leave_out_unfit=not run.budget, generate=max_new_tokens if answers else 0,
+        files=files,
+    )  # fmt: skip
 
 
 def _counts(bits: list[int] | None) -> list[int]:
-    """Bits below 16, which are there anyway. Raises ConfigError for others, and where nothing is left to compare."""
-    counts = [count for count in apart("--bits", bits or _BITS) if count != FULL_BITS]
+    """Return the bits below 16, which are there anyway. Raises ConfigError for others, and where none is left."""
+    counts = [count for count in check_distinct("--bits", bits or _BITS) if count != FULL_BITS]
     if wrong := [count for count in counts if count not in _BITS]:
         msg = f"--bits takes {', '.join(map(str, _BITS))}, got {wrong[0]}"
         raise ConfigError(msg)
@@ -312,7 +293,7 @@ def _counts(bits: list[int] | None) -> list[int]:
 
 
 def _opened(run: RunOptions) -> ModelFiles:
-    """The model, whose heads' size says how many entries a budget of bytes holds."""
+    """Return the model, whose heads' size says how many entries a budget of bytes holds."""
     from perturbkv.models.loading import open_model
 
     return open_model(run.model, run.seed, run.revision or "")
@@ -321,7 +302,7 @@ def _opened(run: RunOptions) -> ModelFiles:
 def _equal_bytes_configs(
     run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
 ) -> tuple[EvictionConfig, ...]:
-    """Every method, budget and number of bits; then everything in few bits, which no method chooses."""
+    """Return every method, budget and number of bits; then everything in few bits, which no method chooses."""
     if files is None:
         return ()
     d_head = Shape.of(files.config, 2, 0).d_head
@@ -330,3 +311,32 @@ def _equal_bytes_configs(
     alone = dataclasses.replace(asked, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])
     found = dataclasses.replace(asked, precision=[FULL, *filling]).configs(names)
     return tuple(dict.fromkeys([*found, *alone.configs(names[:1])]))
+
+
+def _budget() -> None:
+    """Find safe budgets, and what a selection saves.
+
+    The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples), or
+    another view of budgets. --cliff takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
+    """
+
+
+_budget.__name__ = "budget"
+_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
+"""Options of measuring that seldom matter here."""
+budget = showing(budget="by view")(
+    hiding(*_HIDDEN)(
+        analysis_views(
+            _safe,
+            savings=_savings,
+            bytes=_bytes,
+            cliff=_cliff,
+            flags={
+                "savings": Annotated[bool, Option("--savings", help="At which budget the baseline does as well")],
+                "bytes": Annotated[bool, Option("--bytes", help="Evict or quantise, at equal bytes")],
+                "cliff": Annotated[bool, Option("--cliff", help="From which budget on KL stays low")],
+            },
+            help=_budget,
+        )
+    )
+)

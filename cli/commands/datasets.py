@@ -1,6 +1,6 @@
-"""`perturbkv datasets`: what there is to choose from, how a dataset asks, and its prompts as the model sees them.
+"""`perturbkv list datasets`: the data sets, how one asks, and its prompts as the model sees them.
 
-A prompt as the model sees it: its first and last tokens as text, and what lies around the cut and the question.
+Of a prompt: its first and last tokens as text, and what lies around the cut and the question.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def datasets(
     """
     if name is None:
         if show:
-            msg = "--show needs a dataset to look at, such as `perturbkv datasets needle --show`"
+            msg = "--show needs a dataset to look at, such as `perturbkv list datasets needle --show`"
             raise ConfigError(msg)
         _list(as_json)
     elif show:
@@ -178,7 +178,7 @@ def _list(as_json: bool) -> None:
         ]})  # fmt: skip
         return
     console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
-    console.say("perturbkv datasets NAME tells what one needs, how it asks and how it is graded.")
+    console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
 def _describe(name: str, as_json: bool) -> None:

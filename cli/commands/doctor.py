@@ -1,43 +1,25 @@
-"""`perturbkv doctor`: is everything here that a run needs.
-
-`perturbkv selfcheck`: everything that waits for a GPU: is it equal to its reference there, and how fast is it.
-"""
+"""`perturbkv doctor`: versions, devices, the embedded model and folders."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import tempfile
-import time
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
 from perturbkv.analyses.pairing import counted
 from perturbkv.cli import console
-from perturbkv.cli.options import JsonOption, RunOptions
-from perturbkv.cli.saving import claimed
-from perturbkv.configs import option
-from perturbkv.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-    from perturbkv.analyses.heads.half_precision import Ties
-    from perturbkv.benchmark.rows import Report
-    from perturbkv.selfcheck.checks import Check
-
+from perturbkv.cli.options import JsonOption
 
 _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib", "pyarrow", "gguf", "accelerate")
 
 
-def doctor(as_json: JsonOption = False) -> None:
-    """Report versions, devices, the embedded model and folders."""
+def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Report versions, devices, folders; selfcheck; bench."""
+    if context.invoked_subcommand is not None:
+        return
     findings = _findings()
     if as_json:
         console.print_json(findings)
@@ -85,8 +67,8 @@ def _converted() -> str:
     """Where converted GGUF files are kept, and what they take."""
     from perturbkv.models import user_cache
 
-    entries, size = user_cache.used()
-    return f"{user_cache.place()} ({counted(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
+    entries, size = user_cache.usage()
+    return f"{user_cache.cache_folder()} ({counted(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
 
 
 def _hub_cache() -> str:
@@ -94,186 +76,3 @@ def _hub_cache() -> str:
 
     models = len(list(Path(HF_HUB_CACHE).glob("models--*")))
     return f"{HF_HUB_CACHE} ({models} models){', offline' if HF_HUB_OFFLINE else ''}"
-
-
-FORMAT = 1
-_MOST_ENTRIES = 2**20
-GPU_ROWS = ("triton-time", "triton-rate", "cuda-24", "cuda-decode")
-_HALVES = ("bfloat16", "float16")
-
-
-def selfcheck(
-    device: Annotated[str, Option(metavar="NAME", help="What is checked; cpu checks what a CPU can")] = "cuda",
-    model: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Trained model of the table of ties", show_default="the embedded one, if any"),
-    ] = None,
-    samples: Annotated[int, Option(metavar="N", help="Needle prompts of the table of ties")] = 4,
-    length: Annotated[int, Option(metavar="N", help="Tokens of each of them")] = 1000,
-    entries: Annotated[int, Option(metavar="N", help="Entries of the cache that is checked")] = 1024,
-    placed: Annotated[
-        str, Option(metavar="NAME", help="Random model that --device-map auto lays out")
-    ] = "random:smollm2-135m",
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="PATH", help="The JSON file", show_default="runs/gpu.json")
-    ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Hold what runs on a GPU against its reference.
-
-    The compact cache, the Triton kernel, layers over several GPUs; beside that the table of ties in half precision,
-    and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
-    """
-    place, path, trained = _device(device), output or Path("runs/gpu.json"), _trained(model)
-    _check_sizes(samples, length, entries)
-    start = time.monotonic()
-    with claimed(path, overwrite) as beside:
-        checks = [check for checks in _checks(place, entries, placed) for check in checks]
-        ties = _ties(trained, samples, length, device)
-        bench = _bench(place)
-        document = _document(checks, ties, bench, device, time.monotonic() - start)
-        beside.write_text(console.as_json(document), encoding="utf-8")
-    if as_json:
-        console.print_json(document)
-    else:
-        _print(checks, document)
-        console.say(f"written to {path}, after {document['seconds']:.0f} s")
-    if not document["equal"]:
-        raise typer.Exit(1)
-
-
-def _device(name: str) -> torch.device:
-    """The device. Raises ConfigError where it is not there."""
-    import torch
-
-    from perturbkv.models.loading import pick_device
-
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        msg = "selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
-        raise ConfigError(msg)
-    return pick_device(name)
-
-
-def _check_sizes(samples: int, length: int, entries: int) -> None:
-    """Raise ConfigError for what the checks would stumble over minutes later."""
-    from perturbkv.datasets.dataset_registry import DatasetOptions
-
-    DatasetOptions(samples, lengths=(length,))
-    option.check_number("--entries", entries, _MOST_ENTRIES)
-    if entries < 1:
-        msg = f"--entries must be at least 1, got {entries}"
-        raise ConfigError(msg)
-
-
-def _trained(model: str | None) -> str:
-    """The model of the table of ties: the given one, the embedded one, or empty. Raises ConfigError for random weights.
-
-    Those are drawn anew in every dtype: it would be another model's verdict.
-    """
-    from perturbkv.models.aliases import DEFAULT
-    from perturbkv.models.sources import embedded_gguf
-
-    if model is None:
-        return DEFAULT if embedded_gguf() else ""
-    if model.startswith("random:"):
-        msg = f"expected a trained model for the table of ties, got {model}, whose weights differ by dtype"
-        raise ConfigError(msg)
-    return model
-
-
-def _checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
-    """One group of checks after the other, told on stderr as it begins."""
-    from perturbkv.selfcheck import checks as kernel
-    from perturbkv.selfcheck import checks as placement
-    from perturbkv.selfcheck import equality
-    from perturbkv.selfcheck.checks import tried
-
-    sizes = equality.Sizes(entries)
-    work = {
-        **{f"{layout} cache": partial(equality.check, device, sizes, layout) for layout in equality.LAYOUTS},
-        "Triton norms": partial(kernel.check_kernel, device),
-        "--device-map auto": partial(placement.check_placement, placed, device, 256),
-    }
-    for name, check in work.items():
-        console.note(name)
-        yield tried(name, "", check)
-
-
-def _ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
-    """What becomes of float32's verdicts in half precision, on needle prompts; nothing without a model."""
-    if not model:
-        console.note("ties: no trained model is here; --model brings one")
-        return []
-    import dataclasses
-
-    from perturbkv.analyses.heads.half_precision import compare
-    from perturbkv.cli.planned_run import make_trace, plan
-    from perturbkv.storage.trace.trace_file import read_trace
-
-    asked, traces = RunOptions(model=model, samples=samples, length=[str(length)], device=device), {}
-    with tempfile.TemporaryDirectory() as folder:
-        for dtype in ("float32", *_HALVES):
-            console.note(f"ties: {dtype}")
-            run = dataclasses.replace(asked, dtype=dtype)
-            planned = plan(run, run.configs(["attention", "two-stage"]))
-            traces[dtype] = read_trace(make_trace(run, planned, Path(folder) / f"{dtype}.h5"))
-        return [
-            (dtype, ties)
-            for dtype in _HALVES
-            for ties in compare(traces["float32"], traces[dtype], "attention", "two-stage")
-        ]
-
-
-def _bench(device: torch.device) -> Report:
-    from perturbkv.benchmark import rows, suite
-
-    console.note("bench")
-    return suite.measure(suite.Settings(device=str(device)), rows.check_names(GPU_ROWS))
-
-
-def _document(
-    checks: list[Check], ties: list[tuple[str, Ties]], bench: Report, device: str, seconds: float
-) -> dict[str, Any]:
-    from perturbkv.benchmark.subprocesses import machine
-
-    return {
-        "format": FORMAT,
-        "machine": dict(machine(device, "auto")),
-        "seconds": seconds,
-        "equal": all(check.equal or not check.needed for check in checks) and not bench.failed,
-        "checks": [check.to_dict() for check in checks],
-        "ties": [{"dtype": dtype, **one.to_dict()} for dtype, one in ties],
-        "bench": bench.to_dict(),
-    }
-
-
-def _print(checks: list[Check], document: dict[str, Any]) -> None:
-    found = [
-        (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _word(check))
-        for check in checks
-    ]
-    console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], found)
-    decided = [
-        (
-            one["dtype"],
-            f"{one['kind']} {one['distance']}",
-            f"{one['by_difference']['decided']:,}",
-            _percent(one["by_difference"]["share"]),
-        )
-        for one in document["ties"]
-    ]
-    console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], decided)
-    rows = [
-        (row["name"], "–" if row["value"] is None else f"{row['value']:.3f}", row["verdict"])
-        for row in document["bench"]["rows"]
-    ]
-    console.table("bench", ["row", "#value", ""], rows)
-
-
-def _word(check: Check) -> str:
-    return check.reason or ("equal" if check.equal else "NOT EQUAL")
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"

@@ -1,11 +1,4 @@
-"""`perturbkv export`: a trace as tidy CSV and Parquet.
-
-`perturbkv merge`: join the shards of a run into its trace.
-
-`perturbkv report`: traces as one HTML page.
-
-`perturbkv info`: what a trace file holds.
-"""
+"""Finished traces: as tables and pages, joined from shards, and what a file holds."""
 
 from __future__ import annotations
 
@@ -20,11 +13,13 @@ from typer import Argument, Option
 
 from perturbkv.analyses.pairing import counted
 from perturbkv.cli import console
-from perturbkv.cli.commands.trace import HDF5, describe, report_run, say_failures
+from perturbkv.cli.commands.trace import HDF5, describe, report_run
 from perturbkv.cli.options import JsonOption
-from perturbkv.cli.saving import claimed, free
+from perturbkv.cli.saving import new_file
+from perturbkv.cli.session import say_failures
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.escaping import line
+from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
     from perturbkv.storage.trace.trace_file import Description
@@ -58,9 +53,12 @@ def export(
     paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
     for path in paths:
         check_suffix(path)
-        check_other(trace, free(path, overwrite))
+        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
+        check_other(trace, path)
     finished = read_trace(trace)
-    beside = [free(tokens_path(path), overwrite) for path in paths] if "prompt_token" in finished.arrays else []
+    beside = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
+    for path in beside:
+        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
         counts = {str(path): write(finished, path, bar.one_more) for path in paths}
         counts |= {str(path): write_tokens(finished, path) for path in beside}
@@ -83,7 +81,7 @@ def merge(
     wait: Annotated[bool, Option("--wait", help="Wait while another process writes there")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Join the shards of a run, which --shard leaves, into its trace.
+    """Join the shards of a run, which --shard leaves.
 
     A missing shard is named, with the command that measures it. Killed at any moment, the same command goes on.
     """
@@ -147,7 +145,7 @@ def report(
         msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
         raise ConfigError(msg)
     finished = [read_trace(trace) for trace in traces]
-    with claimed(path, overwrite) as beside:
+    with new_file(path, overwrite) as beside:
         made = make(finished, full=full)
         beside.write_bytes(made.html.encode())
     about = {"traces": [{"trace": one.source, "trace_digest": one.digest} for one in finished]}
@@ -161,8 +159,9 @@ def report(
     console.say(f"{path}: {size}; opens in any browser, without network")
 
 
-def info(
-    trace: Annotated[Path, Argument(help="A trace file", show_default=False)], as_json: JsonOption = False
+def describe_trace(
+    trace: Annotated[Path, Argument(metavar="FILE", help="A trace file", show_default=False)],
+    as_json: JsonOption = False,
 ) -> None:
     """Show a trace's run, samples, variables and provenance."""
     from perturbkv.analyses.json_values import provenance_object, run_object

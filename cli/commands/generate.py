@@ -1,7 +1,4 @@
-"""`perturbkv generate`: what a model writes from its full cache and from evicted ones.
-
-One sample of `perturbkv generate`: how its answers are shown beside the expected ones.
-"""
+"""`perturbkv generate`: a model's answers from its full cache and from evicted ones."""
 
 from __future__ import annotations
 
@@ -18,19 +15,18 @@ from typer import Option
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
 from perturbkv.analyses.pairing import counted, short_names
-from perturbkv.cli import console, option_effects
-from perturbkv.cli.commands.trace import say_failures
-from perturbkv.cli.option_routing import with_options
+from perturbkv.cli import console, option_refusals
+from perturbkv.cli.command_line import with_options
 from perturbkv.cli.options import MetricOption, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
-from perturbkv.cli.saving import reachable
+from perturbkv.cli.session import say_failures
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.escaping import line
 from perturbkv.storage import json_lines
 from perturbkv.storage.answers_file import FILE, is_row
-from perturbkv.storage.output import Lock, refusals
+from perturbkv.storage.output import Lock, OutputFolder, refusals, resumable
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
@@ -55,7 +51,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         rows.append(
             (
                 names[label] or "evicted",
-                text.held(made.get("held_share", math.nan)) + _bytes(made),
+                text.cache_share(made.get("held_share", math.nan)) + _bytes(made),
                 alike,
                 _score(made),
                 shown(made["text"]),
@@ -74,7 +70,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
 
 def _bytes(made: Mapping[str, Any]) -> str:
     """What a cache of few bits takes of the full one's bytes, on a line of its own."""
-    return f"\n{text.held(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
+    return f"\n{text.cache_share(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
 
 
 def _score(made: Mapping[str, Any]) -> str:
@@ -115,17 +111,18 @@ def generate(
     Greedily, all caches in one batch, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
-    perturbkv divergence and perturbkv judge look at the file.
+    perturbkv quality --divergence and --judge look at the file.
     """
     from perturbkv.pipeline.answers.generation import check_asked, check_memory
     from perturbkv.pipeline.answers.grading import metrics_of
 
     configs = run.configs(selection or ["attention", "two-stage"])
-    option_effects.check("generate", run, configs)
+    option_refusals.check("generate", run, configs)
     check_asked(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
+    output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
-        reachable(path, run.wait)
+        output.claim(resumable(path), writer=path)
     planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
     check_memory(planned)
     if run.dry_run:
@@ -137,7 +134,7 @@ def generate(
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
               "divergence": divergence}  # fmt: skip
     failed: dict[str, str] = {}
-    with Lock(path, run.wait) as lock:
+    with output.claim(resumable(path), writer=path) as lock:
         rows = _answered(run, planned, path, header, failed, lock)
     if not rows:
         raise FailedRunError(str(path), failed)
@@ -182,9 +179,9 @@ def _show(
     for row in rows:
         show(row, configs)
     held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
-    console.say(text.about_held(held, compress_every))
+    console.say(text.cache_share_note(held, compress_every))
     if names := dict.fromkeys(config.policy.name for config in configs if config.reads):
-        console.say(f"{', '.join(names)}: {text.ABOUT_READ}")
+        console.say(f"{', '.join(names)}: {text.READ_NOTE}")
     console.say(f"written to {path}, every answer whole")
 
 
@@ -232,7 +229,8 @@ def _generate(
 ) -> None:
     """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
     from perturbkv.engines import choosing
-    from perturbkv.pipeline.answers.answered import Answered, Asked
+    from perturbkv.pipeline.answers.answered import Answered
+    from perturbkv.pipeline.answers.generation import AnswerOptions
 
     names = {line["sample"] for line in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
@@ -249,9 +247,9 @@ def _generate(
         failed[prompt.sample_id] = why
         bar.one_more()
 
-    asked = Asked(header["compress_every"], header["divergence"])
+    asked = AnswerOptions(header["compress_every"], header["divergence"])
     with (
-        choosing.engine(run.spread, [planned]) as engine,
+        choosing.engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
     ):
         engine.answer(planned, asked, todo, done, given_up)

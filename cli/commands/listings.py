@@ -1,4 +1,4 @@
-"""`perturbkv models` and `policies`: what there is to choose from."""
+"""`perturbkv list models` and `list policies`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _list_policies(as_json: bool) -> None:
     combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in pairs()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
     console.table("selections", ["selection", "what"], list(ASKED.items()))
-    console.say("`perturbkv policies NAME` tells the options of one, with their defaults")
+    console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
     console.say(
         "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md); what it keeps is "
         f"measured as it is, without a selection: labels then say '{GIVEN}'"
@@ -110,7 +110,7 @@ def _describe(asked: str, as_json: bool) -> None:
 
     Raises UnknownNameError for another name, and ConfigError for options that it does not take.
     """
-    from perturbkv.configs.option import completed
+    from perturbkv.configs.option import complete_choice
     from perturbkv.configs.plugins import of_file
     from perturbkv.configs.precision import CORRECTION_OPTIONS, CORRECTIONS, PRECISION_OPTIONS, PRECISIONS
     from perturbkv.configs.selections import ASKED, GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
@@ -122,7 +122,7 @@ def _describe(asked: str, as_json: bool) -> None:
     elif choice.name in others:
         known = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS, **PRECISION_OPTIONS, **CORRECTION_OPTIONS}
         options = known[choice.name]
-        completed(choice, f"'{choice.name}'", options)
+        complete_choice(choice, f"'{choice.name}'", options)
         _show(choice, others[choice.name], "", options, as_json)
     elif choice.name in registry.names() or of_file(choice.name):
         policy, choice = registry.info(choice.name), registry.spelled(choice)
@@ -149,7 +149,7 @@ def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option
     example = f"{choice.name}({option}={options[option].written})"
     console.say(f"written '{choice if choice.options else example}'")
     if (by := choice.options.get("by", OWN)) != OWN:
-        console.say(f"it ranks by {by}: `perturbkv policies '{as_choice(by).name}'` tells the options of that")
+        console.say(f"it ranks by {by}: `perturbkv list policies '{as_choice(by).name}'` tells the options of that")
 
 
 def _describe_press(choice: Choice, as_json: bool) -> None:

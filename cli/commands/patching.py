@@ -1,38 +1,36 @@
-"""`perturbkv swap`: which layers and heads decide what comes out."""
+"""`perturbkv question patching`: the layers and heads that decide the output."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from perturbkv.analyses.json_values import run_object
-from perturbkv.cli import console, dry_run, option_effects
+from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
-from perturbkv.cli.commands.trace import say_failures
-from perturbkv.cli.option_routing import hiding, with_options
+from perturbkv.cli.command_line import hiding, with_options
 from perturbkv.cli.options import LOOK, FigureOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
-from perturbkv.cli.saving import reachable
-from perturbkv.cli.session import Leaving
-from perturbkv.configs import patching as swapping
+from perturbkv.cli.session import Session
+from perturbkv.configs import patching as rules
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.patching import BY, LEAST, OUTCOMES, SwapConfig
+from perturbkv.configs.patching import BY, LEAST, OUTCOMES, PatchingConfig
 from perturbkv.errors import ConfigError
+from perturbkv.storage.output import OutputFolder, resumable
 from perturbkv.storage.patching_file import FILE
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
 
-_NAME = "swap"
+_COMMAND = "question patching"
 _OF_A_GAME = ("by", "layers", "outcome", "exact")
 
 
-@hiding(*option_effects.UNUSED[_NAME])
+@hiding(*option_refusals.UNUSED[_COMMAND], "preset", "alpha", "precision", "max_tokens", "dtype")
 @with_options
-def swap(
+def patching(
     run: RunOptions,
     look: FigureOptions,
     compare: Annotated[str, Option(metavar="NAMES", help="Baseline and treatment")] = DEFAULT_COMPARE,
@@ -41,10 +39,10 @@ def swap(
         str | None, Option(metavar="LIST", help="Layers that are switched: 0,18-23", show_default="all")
     ] = None,
     baseline_in: Annotated[
-        list[str] | None, Option(metavar="LIST", help="Tell of the baseline here, treatment elsewhere")
+        list[str] | None, Option(metavar="LIST", help="Also measure: baseline here, treatment elsewhere")
     ] = None,
     treatment_in: Annotated[
-        list[str] | None, Option(metavar="LIST", help="Tell of the treatment here, baseline elsewhere")
+        list[str] | None, Option(metavar="LIST", help="Also measure: treatment here, baseline elsewhere")
     ] = None,
     permutations: Annotated[
         int | None,
@@ -61,45 +59,44 @@ def swap(
     ] = None,
     step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=LOOK)] = 0,
 ) -> None:
-    """Tell which layers and heads decide what comes out.
+    """Find the layers and heads that decide the output.
 
     The treatment's kept sets in some layers or heads, the baseline's elsewhere, really evicted: what each does to
-    drift, KL or the score (Shapley values), and which to switch first, chosen and judged on different samples.
-    swap.jsonl keeps what is measured: the same command, or another question, goes on from there.
+    drift, KL or the score (Shapley values), and which to switch first. swap.jsonl keeps what is measured.
     """
     _check_effects(run, permutations, greedy, answers)
-    asked = SwapConfig(
+    asked = PatchingConfig(
         by, _layers("--layers", layers), _lists("--baseline-in", baseline_in), _lists("--treatment-in", treatment_in),
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
     configs = _sides(run, compare)
-    option_effects.check(_NAME, run, configs)
+    option_refusals.check(_COMMAND, run, configs)
     folder = run_folder(run, run.output)
     if not run.dry_run:
-        reachable(folder / FILE, run.wait)
+        OutputFolder(folder, wait=run.wait).claim(resumable(folder / FILE), writer=folder / FILE)
     planned = plan(run, configs, generate=max_new_tokens if answers else 0)
     if run.dry_run:
-        _tell(run, planned, asked)
+        _show_plan(run, planned, asked)
         return
-    _leave(run, look, folder, planned, asked)
+    _measure(run, look, folder, planned, asked)
 
 
-def _leave(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, asked: SwapConfig) -> None:
+def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, asked: PatchingConfig) -> None:
     """Measure what is missing; figure and numbers as files, and on stdout. Exits with 1 where samples failed."""
-    from perturbkv.api.questions import game_of, swapped
+    from perturbkv.api.questions import game_of, run_patching
 
     game_of(planned, asked)
-    place, path = Leaving(_NAME, folder, look, run.overwrite, run.as_json), folder / FILE
-    with place.held(), console.progress("mixtures") as bar:
-        result = swapped(planned, asked, path, run.overwrite, run.wait, bar.at)
-    place.leave(result, {"file": str(path), "run": run_object(planned.run)})
-    say_failures(dict(result.failures))
-    if result.failures:
-        raise typer.Exit(1)
+    session, path = Session("patching", OutputFolder(folder, run.overwrite), look, run.as_json), folder / FILE
+    with session.claim([session.name]):
+        with console.progress("mixtures") as bar:
+            result = run_patching(planned, asked, path, run.overwrite, run.wait, bar.at)
+        session.source = {"file": str(path), "run": run_object(planned.run)}
+        session.save(result.plot(session.width_mm), result.identity, session.name)
+        session.show(result, failures=result.failures)
 
 
-def _tell(run: RunOptions, planned: Plan, asked: SwapConfig) -> None:
-    """What would be measured; nothing is."""
+def _show_plan(run: RunOptions, planned: Plan, asked: PatchingConfig) -> None:
+    """Print what would be measured; nothing is."""
     from perturbkv.api.questions import cost, game_of
 
     found, samples = cost(planned, asked, game_of(planned, asked)), len(planned.prompts)
@@ -115,7 +112,7 @@ def _tell(run: RunOptions, planned: Plan, asked: SwapConfig) -> None:
 
 
 def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
-    """Baseline and treatment. Raises ConfigError for more than one of each."""
+    """Return baseline and treatment. Raises ConfigError for more than one of each."""
     configs = run.configs(parse_compare(compare))
     if len(configs) != 2:
         msg = (
@@ -123,23 +120,25 @@ def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
             "pair apart"
         )
         raise ConfigError(msg)
-    swapping.check_sides(*configs)
+    rules.check_sides(*configs)
     return configs
 
 
 def _layers(option: str, text: str | None) -> tuple[int, ...]:
-    return () if text is None else swapping.parse_layers(option, text)
+    return () if text is None else rules.parse_layers(option, text)
 
 
 def _lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    return tuple(swapping.parse_layers(option, text) for text in texts or [])
+    return tuple(rules.parse_layers(option, text) for text in texts or [])
 
 
 def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None, answers: bool) -> None:
     """Raise ConfigError for an option that was typed and makes no difference."""
     idle = [name for name in _OF_A_GAME if name in run.typed] if permutations == 0 and greedy == 0 else []
     if idle:
-        msg = f"{option_effects.spelled(idle[0])} has no effect here: it needs --permutations or --greedy; leave it out"
+        msg = (
+            f"{option_refusals.spelled(idle[0])} has no effect here: it needs --permutations or --greedy; leave it out"
+        )
         raise ConfigError(msg)
     if "max_new_tokens" in run.typed and not answers:
         msg = "--max-new-tokens has no effect here: it needs --answers; leave it out"

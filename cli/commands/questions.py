@@ -1,39 +1,34 @@
-"""`perturbkv measures`: does another distance than L1 change what is concluded.
-
-`perturbkv regret`: how far each method is from the best kept set.
-
-`perturbkv split`: is a head hurt by how much goes or by what goes, and what a correction wins.
-
-`perturbkv stability`: are the heads that suffer the same ones over prompts, data sets, lengths, seeds, models.
-"""
+"""Open questions of the paper: other distances, the best kept sets, how much against what, the same heads."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from perturbkv.analyses.json_values import run_object
-from perturbkv.cli import console, dry_run, option_effects, saving
+from perturbkv.cli import console, dry_run, option_refusals, saving
 from perturbkv.cli.choices import parse_compare, parse_methods
-from perturbkv.cli.option_routing import hiding, showing, telling, with_options
+from perturbkv.cli.command_line import hiding, showing, telling, with_options
 from perturbkv.cli.options import CompareOption, FigureOptions, JsonOption, LookOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
-from perturbkv.cli.saving import free_figures, reachable
-from perturbkv.cli.session import Leaving, Study, open_study
+from perturbkv.cli.session import Analysis, Session, analysis, read_traces
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import NONE
 from perturbkv.errors import ConfigError, FailedRunError
+from perturbkv.storage.output import OutputFolder, resumable
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.result import Result
 
 _BASELINE = "attention"
 
 
-@with_options
+@analysis
 def measures(
     run: RunOptions,
     look: LookOptions,
@@ -45,29 +40,32 @@ def measures(
             show_default="attention; two-stage and hindsight by both norms, attention-unpooled, random",
         ),
     ] = None,
-) -> None:
-    """Tell whether L2 or cosine would conclude what L1 does.
+) -> Analysis:
+    """Ask whether L2 or cosine would conclude what L1 does.
 
-    As what is measured: verdicts, methods' order, links with KL and scores. As what selects: norm=l2 of a selection.
+    As the quantity measured: verdicts, order of methods, links with KL and scores. As the one that selects: norm=l2 of
+    a selection.
     """
     from perturbkv.analyses.questions.measures.measure_settings import TREATMENTS
 
-    baseline, *named = [_BASELINE] if compare is None else parse_compare(compare)
-    study = open_study("measures", run, look, lambda: run.configs([baseline, *(named or TREATMENTS)]))
-    if study is None:
-        return
-    from perturbkv.analyses.questions.measures.measures import measures as analyse
+    baseline, *treatments = [_BASELINE] if compare is None else parse_compare(compare)
 
-    result = analyse(study.trace, baseline, named or None, step=look.step)
-    study.save(result.plot(study.width_mm), result.identity, "measures")
-    study.show(result)
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.questions.measures.measures import measures as analyse
+
+        return analyse(session.trace, baseline, treatments or None, step=look.step)
+
+    return Analysis(
+        "measures", run, lambda: run.configs([baseline, *(treatments or TREATMENTS)]), answer,
+        command="question measures",
+    )  # fmt: skip
 
 
-_NAME = "regret"
+_REGRET = "question regret"
 _METHODS = "attention,attention-unpooled,two-stage,random"
 
 
-@hiding(*option_effects.UNUSED[_NAME])
+@hiding(*option_refusals.UNUSED[_REGRET])
 @with_options
 def regret(
     run: RunOptions,
@@ -77,7 +75,7 @@ def regret(
     proven: Annotated[int, Option(metavar="N", help="Of its prefix of 64 tokens, 16 kept, by integer programs")] = 8,
     seconds: Annotated[float, Option(metavar="S", help="At most for each head and search")] = 60.0,
 ) -> None:
-    """Tell how far each method is from the best kept set.
+    """Measure how far each method is from the best kept set.
 
     Per head, isolated: against the best set known of its size on the prompt, and the proven best of a short prefix.
     """
@@ -87,31 +85,35 @@ def regret(
 
     asked = searching.Searches(heads, proven, seconds, seed=run.seed)
     configs = with_references(run.configs(parse_methods(compare)))
-    option_effects.check(_NAME, run, configs)
+    option_refusals.check(_REGRET, run, configs)
     searching.check(configs, asked)
     folder = run_folder(run, run.output)
-    place, path = Leaving(_NAME, folder, look, run.overwrite, run.as_json), folder / f"{_NAME}.jsonl"
+    session = Session("regret", OutputFolder(folder, run.overwrite), look, run.as_json)
+    path = folder / "regret.jsonl"
     if not run.dry_run:
-        reachable(path, run.wait)
-        place.check_free()
+        OutputFolder(folder, wait=run.wait).claim(resumable(path), writer=path)
+        session.claim([session.name])
     planned = plan(run, configs)
     if run.dry_run:
         dry_run.show(planned, run.as_json, None)
         return
-    with place.held(), console.progress("samples") as bar:
-        found = searched(planned, asked, path, bar.at, overwrite=run.overwrite, wait=run.wait)
-    place.leave(found, {"run": run_object(planned.run), "file": str(path)})
+    with session.claim([session.name]):
+        with console.progress("samples") as bar:
+            result = searched(planned, asked, path, bar.at, overwrite=run.overwrite, wait=run.wait)
+        session.source = {"run": run_object(planned.run), "file": str(path)}
+        session.save(result.plot(session.width_mm), result.identity, session.name)
+        session.show(result)
 
 
 _COMPARE = "attention,two-stage,attention-unpooled,two-stage-uniform,random"
 _CORRECTIONS = ("corrected", "corrected(mass=linear)", "corrected-oracle")
 _CORRECTED = 2
-"""How many of the sides are corrected too: the first ones."""
+"""Number of sides that are corrected too: the first ones."""
 
 
 @showing(correction=", ".join(_CORRECTIONS))
 @telling("correction")
-@with_options
+@analysis
 def split(
     run: RunOptions,
     look: LookOptions,
@@ -119,25 +121,25 @@ def split(
         str | None,
         Option(metavar="NAMES", help="Selections or policies, the baseline first", show_default=_COMPARE),
     ] = None,
-) -> None:
-    """Tell whether heads are hurt by how much goes or by what goes.
+) -> Analysis:
+    """Separate how much is evicted from what is evicted.
 
     L = (1 − S) ‖μ_gone − μ_kept‖₁ per head; which methods win by which; what a stored mean of what went wins, without a
     trace in the first two of --compare.
     """
     names = None if compare is None else parse_compare(compare)
-    study = open_study("split", run, look, lambda: _configs(run, names or _COMPARE.split(",")))
-    if study is None:
-        return
-    from perturbkv.analyses.questions.split.split import split as analyse
 
-    result = analyse(study.trace, names, look.step)
-    study.save(result.plot(study.width_mm), result.identity, "split")
-    study.show(result)
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.questions.split.split import split as analyse
+
+        return analyse(session.trace, names, look.step)
+
+    configs = lambda: _configs(run, names or _COMPARE.split(","))  # noqa: E731
+    return Analysis("split", run, configs, answer, command="question split")
 
 
 def _configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Every side uncorrected, then the first ones corrected."""
+    """Return every side uncorrected, then the first ones corrected."""
     alone = dataclasses.replace(run, correction=[NONE]).configs(names)
     corrections = [one for one in run.correction or _CORRECTIONS if one != NONE]
     if not corrections:
@@ -146,23 +148,19 @@ def _configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
     return tuple(dict.fromkeys([*alone, *corrected]))
 
 
-_STABILITY_NAME = "stability"
-
-
 @dataclass(frozen=True)
 class StabilityOptions(FigureOptions):
-    """The traces, where results go and how; `asked` holds the command's own options."""
+    """The traces, and the folder of the results."""
 
     traces: Annotated[
         list[Path] | None, Argument(metavar="TRACE", help="Finished traces, one or several", show_default=False)
     ] = None
     output: Annotated[
         Path | None,
-        Option("--output", "-o", metavar="PATH", help="Where results go", show_default="beside the first trace"),
+        Option("--output", "-o", metavar="PATH", help="Folder of the results", show_default="the first trace's"),
     ] = None
     overwrite: Annotated[bool, Option("--overwrite", help="Replace results of other traces")] = False
     as_json: JsonOption = False
-    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @with_options
@@ -176,7 +174,7 @@ def stability(
         str | None, Option("--budget", "-b", metavar="B", help="Of several", show_default="the one that all hold")
     ] = None,
 ) -> None:
-    """Tell whether the heads that suffer are the same ones everywhere.
+    """Ask whether the same heads are hit everywhere.
 
     Over prompts and decode steps within a trace, and between traces: of data sets, lengths, seeds; of models over
     depth alone.
@@ -185,28 +183,25 @@ def stability(
 
     if budget is not None:
         Budget.parse(budget)
-    study = _opened(look)
-    result = analyse(study.traces, selection=selection, baseline=baseline, budget=budget)
-    study.save(result.plot(study.width_mm), result.identity, _STABILITY_NAME)
-    study.show(result)
+    session = _open(look)
+    result = analyse(session.traces, selection=selection, baseline=baseline, budget=budget)
+    session.save(result.plot(session.width_mm), result.identity, session.name)
+    session.show(result)
 
 
-def _opened(look: StabilityOptions) -> Study:
-    """The study of the traces. Raises ConfigError where there is none, FailedRunError for one of no complete sample."""
-    from perturbkv.storage.trace.trace_file import read_trace
-
+def _open(look: StabilityOptions) -> Session:
+    """Return the traces' session. Raises ConfigError where there is none, FailedRunError for one of failed samples."""
     if not look.traces:
         msg = (
             "expected traces, got none; make them: perturbkv trace --dataset needle --budget 128 -o a, then with "
-            "another --seed, --length or --dataset -o b, and perturbkv stability a/trace.h5 b/trace.h5"
+            "another --seed, --length or --dataset -o b, and perturbkv question stability a/trace.h5 b/trace.h5"
         )
         raise ConfigError(msg)
-    folder = look.output or look.traces[0].parent
-    held = tuple(read_trace(path) for path in look.traces)
-    for one in held:
+    traces = read_traces(look.traces)
+    for one in traces:
         if not one.ok.any():
             raise FailedRunError(one.source, one.failures)
-    free_figures(folder, [_STABILITY_NAME], look.formats, look.overwrite)
-    sources = [saving.Source(one.source, one.digest) for one in held]
-    saving.check_summary_free(folder / saving.SUMMARY_NAME, sources, _STABILITY_NAME, look.asked, look.overwrite)
-    return Study(_STABILITY_NAME, held, folder, look, look.asked, look.as_json, look.overwrite, joined=True)
+    output = OutputFolder(look.output or look.traces[0].parent, look.overwrite)
+    session = Session("stability", output, look, look.as_json, traces, joint=True, asked=look.asked)
+    session.claim([session.name], [saving.Source(one.source, one.digest) for one in traces])
+    return session

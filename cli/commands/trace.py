@@ -4,14 +4,11 @@ From a sweep file and what was typed to one run: the typed options win, then the
 
 The environment (PERTURBKV_DATA_DIR) stands between file and defaults. Paths in a file are relative to the folder in
 which the command runs, as on the command line.
-
-`perturbkv head-scores`: which heads look at the sentence that holds the answer, for the policy headkv.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,23 +20,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from perturbkv.cli import console, dry_run, option_effects
-from perturbkv.cli.option_routing import telling, with_options
-from perturbkv.cli.options import HIDDEN, JsonOption, RunOptions
+from perturbkv.cli import console, dry_run, option_refusals
+from perturbkv.cli.command_line import telling, with_options
+from perturbkv.cli.commands.head_scores import measure_head_scores
+from perturbkv.cli.options import RARE, RunOptions
 from perturbkv.cli.planned_run import make_trace, plan, run_folder
-from perturbkv.cli.saving import claimed, reachable
+from perturbkv.cli.session import say_failures
 from perturbkv.cli.sweep_file import Entries, Entry, Key, SweepFile, read
-from perturbkv.configs.choice import as_choice
+from perturbkv.configs.choice import as_choice, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
-from perturbkv.models.aliases import DEFAULT
 from perturbkv.selection import compatibility
 from perturbkv.selection import grid as spread
 from perturbkv.selection.grid import FIELDS, Asked, asked, check_told, combinations, configuration, unique
 from perturbkv.selection.policies import registry
+from perturbkv.storage.output import OutputFolder
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
@@ -117,7 +115,7 @@ def _count(file: SweepFile) -> int:
 def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
     """Raise ConfigError for a key that makes no difference to the configurations that it is for."""
     for entry in entries.values():
-        if reason := option_effects.idle("trace", entry.key.field, run, configs):
+        if reason := option_refusals.reason_without_effect("trace", entry.key.field, run, configs):
             raise entry.place.refusal(reason)
 
 
@@ -200,7 +198,7 @@ HDF5 = (".h5", ".hdf5")
 """How the --output ends that is a trace itself, and not its folder."""
 
 
-@telling(*HIDDEN)
+@telling(*RARE)
 @with_options
 def trace(
     run: RunOptions,
@@ -219,23 +217,27 @@ def trace(
 ) -> None:
     """Run a model with full and evicted caches; write a trace.
 
-    Every configuration is measured from one prefill per sample, into one HDF5 file. A killed run goes on where it
-    stopped when the same command is given the same --output.
+    From one prefill per sample; a killed run goes on when the same command is given the same --output. --head-scores
+    without the policy headkv measures headkv's file, and no trace.
     """
+    if run.head_scores is not None and config is None and not _needs_head_scores(run):
+        measure_head_scores(run)
+        return
     selections = selection or ["attention", "two-stage"]
     if config is None:
         configs = run.configs(selections)
-        option_effects.check("trace", run, configs)
+        option_refusals.check("trace", run, configs)
         planning: Callable[[], Plan] = partial(plan, run, configs)
     else:
         sweep = resolve(config, run, selections, run.typed)
-        option_effects.check("trace", sweep.run, sweep.configs)
+        option_refusals.check("trace", sweep.run, sweep.configs)
         run, planning = sweep.run, sweep.plan
     if run.dry_run:
         dry_run.show(planning(), run.as_json, run_folder(run, run.output), run.part)
         return
     target = run_folder(run, run.output)
-    path = reachable(target if target.suffix in HDF5 else target / "trace.h5", run.wait)
+    path = target if target.suffix in HDF5 else target / "trace.h5"
+    OutputFolder(path.parent, wait=run.wait).claim(writer=path)
     made = make_trace(run, planning(), path)
     if run.as_json:
         console.print_json(describe(made))
@@ -243,8 +245,13 @@ def trace(
         raise typer.Exit(1)
 
 
+def _needs_head_scores(run: RunOptions) -> bool:
+    """Return whether a policy of the run reads head scores."""
+    return any(parse(name).name == "headkv" for name in run.policy or [])
+
+
 def report_run(path: Path, as_json: bool) -> int:
-    """Say what a finished trace holds, on stdout unless that is for JSON; returns how many samples failed."""
+    """Print what a finished trace holds, on stdout unless that is for JSON; returns how many samples failed."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)
@@ -255,7 +262,7 @@ def report_run(path: Path, as_json: bool) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The same as JSON has it."""
+    """Return what a finished trace holds, as JSON has it."""
     from perturbkv.analyses.json_values import config_object
     from perturbkv.storage.trace.trace_file import read_trace
 
@@ -267,87 +274,3 @@ def describe(path: Path) -> dict[str, Any]:
         "failed": dict(finished.failures),
         "configs": [config_object(config) for config in finished.run.configs],
     }
-
-
-def say_failures(failures: dict[str, str]) -> None:
-    """One line per failed sample on stderr."""
-    for reason in failures.values():
-        console.note(f"failed: {reason}")
-
-
-_SHOWN = 10
-
-
-def head_scores(
-    model: Annotated[str, Option("--model", "-m", metavar="NAME", help="As for the other commands")] = DEFAULT,
-    revision: Annotated[str, Option(metavar="NAME", help="Branch, tag or commit", show_default="the newest")] = "",
-    samples: Annotated[int, Option(metavar="N", help="Needle prompts")] = 8,
-    length: Annotated[list[int] | None, Option(metavar="N", help="Tokens of a prompt", show_default="1000")] = None,
-    haystack: Annotated[str, Option(metavar="NAME", help="prose or noise")] = "prose",
-    seed: Annotated[int, Option(metavar="N", help="Of the prompts")] = 1,
-    dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
-    device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto",
-    output: Annotated[Path, Option("--output", "-o", metavar="PATH", help="The JSON file")] = Path("head-scores.json"),
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Score heads by their attention on the answer's sentence.
-
-    While the model answers; the file is for --head-scores of the policy headkv. As HeadKV's released detection: the
-    model's own greedy answer, right answers only, a distractor beside the needle; but on needle's prompts, so that
-    scores are not those of the released files.
-    """
-    with claimed(output, overwrite) as beside:
-        asked = (model, revision, samples, tuple(length or (1000,)), haystack, seed, dtype, device)
-        layers, scores, right = _measure(*asked)
-        beside.write_text(_text(scores, layers))
-    named = zip(layers, scores, strict=True)
-    ranked = sorted(((score, layer, head) for layer, row in named for head, score in enumerate(row)), reverse=True)
-    if as_json:
-        names = {f"{layer}-{head}": score for score, layer, head in ranked}
-        console.print_json({"model": model, "samples": samples, "right": right, "file": str(output), "scores": names})
-        return
-    total = sum(score for score, _, _ in ranked) or 1.0
-    rows = [(f"{layer}-{head}", f"{score:.4f}", f"{100 * score / total:.1f} %") for score, layer, head in ranked]
-    console.table(f"{model}: heads that look at the answer", ["layer-head", "#score", "#of all"], rows[:_SHOWN])
-    console.say(
-        "Score: attention on the answer's sentence while the model answers, over tokens of sentence and answer; mean "
-        f"of the {right} of {samples} prompts that were answered right. All {len(ranked)} heads: {output}"
-    )
-
-
-def _measure(
-    model: str, revision: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
-) -> tuple[tuple[int, ...], list[list[float]], int]:
-    """The measured layers, a row of scores for each, and how many prompts were answered right."""
-    from perturbkv.datasets import dataset_registry as datasets
-    from perturbkv.datasets.encode import check_length, check_vocabulary, encode
-    from perturbkv.datasets.needle import distracted
-    from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
-    from perturbkv.pipeline.answers.answer_heads import Evidence
-    from perturbkv.pipeline.answers.answer_heads import head_scores as measured
-
-    place = pick_device(device)
-    files = open_model(model, seed, revision)
-    asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
-    template = bool(files.tokenizer.chat_template)
-    prompts = [
-        Evidence(encode(sample, files.tokenizer, chat_template=template, max_tokens=None), sentence)
-        for plain in datasets.load("needle", asked, files.tokenizer).samples
-        for sample, sentence in [distracted(plain, seed)]
-    ]
-    positions = int(files.config.max_position_embeddings)
-    asked_for = itertools.cycle([length for length in lengths for _ in asked.depths])
-    for one, length in zip(prompts, asked_for, strict=False):
-        check_vocabulary(one.prompt, int(files.config.vocab_size), files.name)
-        check_length(one.prompt, positions, len(one.prompt.answers[0]) + 1, length)
-    adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
-    with console.progress("prompts", len(prompts)) as bar:
-        found = measured(adapter, prompts, bar.one_more)
-    return adapter.layer_indices, found.scores.tolist(), found.right
-
-
-def _text(scores: list[list[float]], layers: tuple[int, ...]) -> str:
-    from perturbkv.scoring.head_scores import as_json
-
-    return as_json(scores, layers)

@@ -19,7 +19,7 @@ import numpy as np
 from perturbkv.analyses.bounds import rank_agreement
 from perturbkv.analyses.bounds.ratios import bounded
 from perturbkv.analyses.horizon.growth import LEAST_STEPS
-from perturbkv.analyses.measurements import EVIDENCE, values
+from perturbkv.analyses.measurements import EVIDENCE, Measurements, values
 from perturbkv.analyses.pairing import by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
@@ -107,7 +107,7 @@ def single(trace: Trace, config: int) -> Iterator[Statistic]:
 
 def ranked(trace: Trace, places: list[int]) -> Iterator[Statistic]:
     """Rank correlations of the bounds with L, between the selections of one setting."""
-    held = bounded(trace, "coverage", 0)
+    held = bounded(Measurements(trace, "coverage"))
     if len(places) < rank_agreement.LEAST_SELECTIONS:
         return
     for bound in (held.theta, held.theta_hat, 1 - held.mass):

@@ -27,8 +27,8 @@ from paper_read import (
 )
 from tables import number, percent, selection
 
+from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import plain
 
 _BENCH = Path(__file__).parents[1] / "bench" / "cpu.json"
 _SUITES = {"quality": "four retrieval tasks", "summaries": "multi_news"}
@@ -125,7 +125,7 @@ def _streaming(output: Path) -> Told:
 
 def _saved(output: Path) -> Told:
     cells, verdicts = [], []
-    for one in analysis(output, "savings", "savings")["savings"]:
+    for one in analysis(output, "savings", "budget-savings")["savings"]:
         for measure in one["measures"]:
             told = [point for point in measure["points"] if point["saving"] is not None]
             if measure["measure"] == "score":  # what the figure shows; KL is told beside it
@@ -165,7 +165,7 @@ def _half(output: Path) -> Told:
 def _linked(output: Path) -> Told:
     """Spearman's ρ of a prompt's methods' perturbation with their scores."""
     cells, verdicts = [], []
-    found = analysis(output, "link", "link")["overall"][0]["strengths"]
+    found = analysis(output, "link", "correlation")["overall"][0]["strengths"]
     for one in found:
         if one["measure"] in ("isolated", "propagated", "kl"):
             rho = one["rho"]
@@ -176,11 +176,11 @@ def _linked(output: Path) -> Told:
 
 def _chats(output: Path) -> Told:
     """12 instructions, answers of at most 320 tokens, compressed to 64 entries beyond 256."""
-    found = {selection(one["config"]): one for one in document(output, "chats", "divergence.json")["configs"]}
+    found = {selection(one["config"]): one for one in document(output, "chats", "quality-divergence.json")["configs"]}
     sides = [found[way] for way in ("attention", "two-stage")]
     kls = [both for both in zip(*(one["forced"]["kl"] for one in sides), strict=True) if None not in both]
     smaller = np.array([two < one for one, two in kls])
-    interval = plain(intervals.of_samples(smaller))
+    interval = json_value(intervals.of_samples(smaller))
     cells = [
         f"{selection(one['config'])} first differs {_tokens(one['median_first_difference'])}, KL {middle:.3f} nat"
         for one, middle in zip(sides, np.median(kls, axis=0), strict=True)

@@ -1,4 +1,4 @@
-"""What would settle a claim on a model of 8 billion parameters, and its cost, from what `perturbkv bench` measured.
+"""What would settle a claim on a model of 8 billion parameters, and its cost, from `perturbkv doctor bench`.
 
 Arithmetic comes from the models' shapes. This machine's rate is measured: a plain prefill of the embedded model
 (docs/bench/cpu.json), as is what a sweep and its answers take over plain use. A GPU's is assumed, as plan.py's.
@@ -116,10 +116,10 @@ _SYSTEMS = "snapkv:attention,snapkv:two-stage,pyramidkv:attention,…"
 SETTLING = (
     Settling("heads", f"heads {_QASPER} --policy snapkv --policy adakv -b 128 -b 0.1 …", (3_619,), 200, 24),
     Settling("alpha", f"alpha {_QASPER}", (3_619,), 200, 24, runs=1.2),
-    Settling("swap", "swap -m llama-3.1-8b -d qasper --samples 32", (3_619,), 32, 600),
-    Settling("regret", "regret -m llama-3.1-8b -d qasper", (3_619,), 8, 7, searched=8 * (64 + 8) * 60),
+    Settling("swap", "question patching -m llama-3.1-8b -d qasper --samples 32", (3_619,), 32, 600),
+    Settling("regret", "question regret -m llama-3.1-8b -d qasper", (3_619,), 8, 7, searched=8 * (64 + 8) * 60),
     Settling("sparse", f"heads {_QASPER} --compare 'quest:attention,quest:two-stage(alpha=0)'", (3_619,), 200, 4),
-    Settling("link", f"link {_QASPER} --max-new-tokens 64", (3_619,), 200, 24, answer=64),
+    Settling("link", f"correlation {_QASPER} --max-new-tokens 64", (3_619,), 200, 24, answer=64),
     Settling("needle", "needle -m llama-3.1-8b --lengths 8000,…,128000 --depths 0,0.1,…,1", LONG, 11, 6, answer=12),
     Settling("chats", "generate -m llama-3.1-8b -d chats.jsonl -b 64 --compress-every 256", (36,), 805, 3, answer=567),
     Settling("tables", f"quality -m llama-3.1-8b -d DATASETS --compare {_SYSTEMS}", (6_711,), 3_750, 28, answer=128),

@@ -138,7 +138,7 @@ def _small_budgets(output: Path) -> Told:
 
 def _first_layer(output: Path) -> Told:
     """What giving the first layer back to attention does."""
-    found = document(output, "first-layer", "swap.json")
+    found = document(output, "first-layer", "patching.json")
     everywhere, without = found["named"][:2]
     text = (
         f"two-stage everywhere: last layer's drift × {value(everywhere, 'drift_ratio')} of attention's, heads' "

@@ -128,7 +128,7 @@ def _split(output: Path) -> Told:
 
 
 def _swap(output: Path) -> Told:
-    found = document(output, "swap", "swap.json")
+    found = document(output, "swap", "patching.json")
     shapley = found["shapley"]
     players = sorted(shapley["players"], key=lambda one: -abs(one["value"]))[:3]
     cells = listed(f"layer {one['player']} {percent(one['value'], one['interval'])}" for one in players)
@@ -139,7 +139,7 @@ def _swap(output: Path) -> Told:
 
 def _cliff(output: Path) -> Told:
     cells = []
-    for one in analysis(output, "cliff", "cliff")["methods"]:
+    for one in analysis(output, "cliff", "budget-cliff")["methods"]:
         if selection(one["configs"][0]) in ("attention", "two-stage") and policy_of(one["configs"][0]) == "snapkv":
             for crossing in one["crossings"]:
                 cells.append(f"{one['name']}, {crossing['threshold']:g} nat: {_crossing(crossing)}")
@@ -152,8 +152,8 @@ def _crossing(one: Document) -> str:
 
 def _stable(output: Path) -> Told:
     found = analysis(output, "stability", "stability")
-    within = [one["suffering"]["propagated"]["split_half"] for one in found["members"]]
-    between = estimate(found["pairs"][0]["suffering"]["propagated"]["rho"])
+    within = [one["perturbation"]["propagated"]["split_half"] for one in found["members"]]
+    between = estimate(found["pairs"][0]["perturbation"]["propagated"]["rho"])
     cells = listed(f"{one['dataset']} {estimate(half)}" for one, half in zip(found["members"], within, strict=True))
     text = f"ρ of heads' propagated L between halves of the prompts: {cells}; between the two data sets {between}"
     return Told(text, ANSWERED)

@@ -114,21 +114,21 @@ STEPS = (
         (
             "quality --dataset ruler:niah_single_1 --length 1000 --samples 20 --compare attention,two-stage "
             "--budget 0.05 --budget 0.1 --budget 0.2 --budget 0.4 --budget 0.6",
-            "savings {folder}/ruler-niah_single_1/trace.h5 --by score --by kl",
+            "budget --savings {folder}/ruler-niah_single_1/trace.h5 --by score --by kl",
         ),
     ),
-    Step("link", (f"link --trace {_ANSWERED}/ruler-niah_single_1/trace.h5 --trace {_ANSWERED}/needle/trace.h5",)),
+    Step("link", (f"correlation {_ANSWERED}/ruler-niah_single_1/trace.h5 {_ANSWERED}/needle/trace.h5",)),
     Step("chats", ("generate --dataset {chats} --samples 12 --budget 64 --compress-every 256 --max-new-tokens 320 "
-                   "--divergence --output {folder}", "divergence {folder}/generation.jsonl")),
-    Step("measures", (f"measures {_TEXTS} --samples 8 --budget 128",)),
-    Step("alpha", (f"alpha {_SIXTEEN}",)),
-    Step("regret", (f"regret {_TEXTS} --samples 8 --heads 16 --proven 1",)),
-    Step("split", (f"split {_SIXTEEN}",)),
-    Step("first-layer", (f"swap {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
-    Step("swap", (f"swap {_SIXTEEN} --permutations 8 --greedy 0",)),
+                   "--divergence --output {folder}", "quality {folder}/generation.jsonl --divergence")),
+    Step("measures", (f"question measures {_TEXTS} --samples 8 --budget 128",)),
+    Step("alpha", (f"question alpha {_SIXTEEN}",)),
+    Step("regret", (f"question regret {_TEXTS} --samples 8 --heads 16 --proven 1",)),
+    Step("split", (f"question split {_SIXTEEN}",)),
+    Step("first-layer", (f"question patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
+    Step("swap", (f"question patching {_SIXTEEN} --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
     Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
-    Step("cliff", (f"cliff {_SIXTEEN}",)),
-    Step("stability", (f"stability {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
+    Step("cliff", (f"budget --cliff {_SIXTEEN}",)),
+    Step("stability", (f"question stability {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
                        "--selection snapkv:two-stage --baseline snapkv:attention",)),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from perturbkv.analyses import pairing
 from perturbkv.analyses.heads.head_comparison import perturbed
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.json_values import config_of
-from perturbkv.analyses.measurements import Floats, held_shares
+from perturbkv.analyses.measurements import Floats, Measurements, held_shares
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Scalar, share_of
 from perturbkv.figures import style
@@ -156,7 +156,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
     for one in compare_heads(trace, "attention", "two-stage"):
         pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
         for kind in KINDS:
-            both, _ = perturbed(trace, kind, "l1", pair, 0)
+            both, _ = perturbed(Measurements(trace, "heads"), kind, "l1", pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
                 found.setdefault((pairing.setting_name(one.baseline), name), []).append(over(*sums))

@@ -221,14 +221,14 @@ def horizon(found: dict[str, Any]) -> list[Made]:
                          number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
                          f"{decided['above']} / {decided['below']}"])  # fmt: skip
     heads = ["selection", "", "first third", "last third", "growth", "+ / −"]
-    return [(f"horizon, {found['samples_with_growth']} samples", heads, rows), _leads(found)]
+    return [(f"horizon, {found['samples_with_growth']} samples", heads, rows), _advantages(found)]
 
 
-def _leads(found: dict[str, Any]) -> Made:
+def _advantages(found: dict[str, Any]) -> Made:
     """The treatment over the baseline, propagated, in the first and in the last third of the steps."""
     thirds = ("first", "last")
     rows = [[selection(one["treatment"]), *(number(one[third], one[f"{third}_interval"]) for third in thirds)]
-            for one in found["leads"]]  # fmt: skip
+            for one in found["advantages"]]  # fmt: skip
     return "horizon, over attention", ["selection", "first third", "last third"], rows
 
 
@@ -256,7 +256,7 @@ TABLES = {
     "assumption": assumption,
     "layers": layers,
     "ablation": ablation,
-    "methods": methods,
+    "ablation-methods": methods,
     "horizon": horizon,
 }
 

@@ -7,21 +7,22 @@ from collections.abc import Iterable, Sequence
 
 from perturbkv.api.inputs import CONFIGS, all_of, planned
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import EngineConfig, Resources
+from perturbkv.configs.resources import Resources, Workers
+from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines import choosing
 from perturbkv.errors import WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.answered import Answered, Asked, Generation
-from perturbkv.pipeline.answers.generation import check_asked, check_memory
+from perturbkv.pipeline.answers.answered import Answered, Generation
+from perturbkv.pipeline.answers.generation import AnswerOptions, check_asked, check_memory
 from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
 from perturbkv.storage.answers_file import WrittenAnswers
 
-_DEFAULT = Resources()
+_DEFAULT, _WORKERS = Resources(), Workers()
 _log = logging.getLogger(__name__)
 
 
@@ -36,11 +37,7 @@ def generate(
     compress_every: int | None = None,
     divergence: bool = False,
     head_scores: Sequence[Sequence[float]] = (),
-    engine: str = "here",
-    workers: int | None = None,
-    ray_address: str | None = None,
-    cpus_per_worker: int | None = None,
-    timeout_per_sample: float | None = None,
+    workers: Workers = _WORKERS,
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Generation:
@@ -53,17 +50,13 @@ def generate(
         prompts: what is answered.
         configs: from `grid`.
         max_new_tokens: tokens of an answer at most, at least 1; None: as many as the dataset says.
-        scenario: as in `measure`.
-        cache: as in `measure`.
+        scenario: as in `Settings`.
+        cache: as in `Settings`.
         compress_every: compress to the budget, a number of tokens below this one, again whenever a cache holds more
             entries than this.
         divergence: also read the full cache's answer from every cache, which `divergence` then shows.
-        head_scores: as in `measure`.
-        engine: as in `measure`; a prompt that workers give up is left out, which is logged.
-        workers: as in `measure`.
-        ray_address: as in `measure`.
-        cpus_per_worker: as in `measure`.
-        timeout_per_sample: as in `measure`.
+        head_scores: as in `Settings`.
+        workers: as in `measure`; a prompt that workers give up is left out, which is logged.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -72,15 +65,14 @@ def generate(
     """
     from perturbkv.analyses.json_values import provenance_object
 
-    spread = EngineConfig(engine, workers, ray_address, cpus_per_worker, timeout_per_sample)
     chosen = all_of(EvictionConfig, configs, CONFIGS)
     check_asked(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = planned(model, prompts, chosen, settings, resources)
     check_memory(ready)
     metrics_of(ready.prompts)
-    with user_model.evaluating(model):
-        found = _answered(ready, Asked(compress_every, divergence), spread, progress)
+    with user_model.eval_mode(model):
+        found = _answered(ready, AnswerOptions(compress_every, divergence), workers, progress)
     about = provenance_object(provenance(ready))
     rows = tuple(one.row for one in found)
     return Generation(
@@ -88,7 +80,7 @@ def generate(
     )
 
 
-def _answered(ready: Plan, asked: Asked, spread: EngineConfig, progress: bool) -> list[Answered]:
+def _answered(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[Answered]:
     """Every prompt's answers in their order, but for those given up."""
     found: dict[str, Answered] = {}
     failed: dict[str, str] = {}
@@ -102,10 +94,10 @@ def _answered(ready: Plan, asked: Asked, spread: EngineConfig, progress: bool) -
         drawn.one_more()
 
     with (
-        choosing.engine(spread, [ready]) as engine,
+        choosing.engine(workers, [ready]) as engine,
         bar("samples", len(ready.prompts), shown=progress, beside=engine.alive) as drawn,
     ):
-        engine.answer(ready, asked, ready.prompts, done, given_up)
+        engine.answer(ready, options, ready.prompts, done, given_up)
     for why in failed.values():
         _log.warning("left out: %s", why)
     if not found:

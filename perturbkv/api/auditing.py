@@ -17,7 +17,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import bar
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.audit.audit import AuditResult
+    from perturbkv.analyses.audit.audit import Audit
 
 _DEFAULT = Resources()
 
@@ -33,7 +33,7 @@ def audit(
     losses: bool = True,
     resources: Resources = _DEFAULT,
     progress: bool = True,
-) -> AuditResult:
+) -> Audit:
     """Is an eviction that is not ours broken, or only lossy? `.verdict` is `exact`, `differs` or `unreadable`.
 
     It is held against the plain model with its full cache and a mask of exactly the entries that the eviction keeps.
@@ -67,7 +67,7 @@ def audit(
     held = held_prompts(prompts)
     check_model(model)
     about = {"dataset": held.dataset, "seed": str(held.seed)}
-    with bar("prompts", len(held), shown=progress) as drawn, user_model.evaluating(model):
+    with bar("prompts", len(held), shown=progress) as drawn, user_model.eval_mode(model):
         return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
 
 

@@ -14,14 +14,15 @@ import torch
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.prompts import Prompts, gathered, load
+from perturbkv.datasets.prompts import Prompts, collect, load
 from perturbkv.errors import ConfigError, ModelError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles
 from perturbkv.models.loading import load_model as load_by_name
-from perturbkv.pipeline.run.plan import Placement, Plan, Settings, plan
+from perturbkv.pipeline.run.plan import Placement, Plan, plan
 from perturbkv.scoring import head_scores, value_norms
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import unique
@@ -64,7 +65,7 @@ def load_model(
     if (dtype, device, revision) != ("auto", "auto", None):
         msg = "a loaded model stays what and where it is; leave dtype, device and revision out"
         raise ConfigError(msg)
-    return user_model.adapted(model, tokenizer)
+    return user_model.adapt(model, tokenizer)
 
 
 def load_prompts(
@@ -125,7 +126,7 @@ def planned(
     for config in chosen:
         compatibility.check(config, settings.cache)
     needed = any(policies.info(config.policy.name).needs_scores for config in chosen)
-    scores = head_scores.checked(settings.head_scores, len(model.layers), model.heads) if needed else ()
+    scores = head_scores.from_rows(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
     files = ModelFiles.of(model)
     if kept and files.revision == user_model.GIVEN:
@@ -137,8 +138,8 @@ def planned(
 def held_prompts(prompts: Iterable[Prompt]) -> Prompts:
     """One prompt, a series of them, or what `load_prompts` gives. Raises ConfigError for anything else."""
     if isinstance(prompts, Prompts):
-        return gathered(prompts)
-    return gathered(all_of(Prompt, prompts, "prompts: pk.Prompt.from_text"))
+        return collect(prompts)
+    return collect(all_of(Prompt, prompts, "prompts: pk.Prompt.from_text"))
 
 
 def all_of(kind: type[_Kind], given: Any, what: str) -> tuple[_Kind, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from perturbkv.api.inputs import CONFIGS, all_of, planned
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.patching import Game, SwapConfig, check_sides, greedy_of, permutations_of
+from perturbkv.configs.patching import Game, PatchingConfig, check_sides, greedy_count, permutation_count
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import user_model
@@ -25,7 +26,7 @@ from perturbkv.optimum.chain import with_references
 from perturbkv.optimum.search import FoundSets
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import searching
-from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
 from perturbkv.pipeline.run.searching import Searches
 from perturbkv.pipeline.variants.mixtures import Measuring, Told, rows_of, shape_of
@@ -34,41 +35,28 @@ from perturbkv.storage.output import Lock, refusals
 from perturbkv.storage.patching_file import SwapStore
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.questions.patching.patching import Swap
-    from perturbkv.analyses.questions.regret.regret import RegretResult
+    from perturbkv.analyses.questions.patching.patching import Patching
+    from perturbkv.analyses.questions.regret.regret import Regret
     from perturbkv.analyses.stats.coalition import Path as Chosen
 
 
-_DEFAULT = Resources()
+_DEFAULT, _SETTINGS, _QUESTION = Resources(), Settings(), PatchingConfig()
 
 
-def swap(
+def patching(
     model: Adapter,
     prompts: Iterable[Prompt],
     baseline: EvictionConfig,
     treatment: EvictionConfig,
     *,
-    by: str = "layers",
-    layers: Sequence[int] = (),
-    baseline_in: Sequence[Sequence[int]] = (),
-    treatment_in: Sequence[Sequence[int]] = (),
-    permutations: int | None = None,
-    exact: bool = False,
-    greedy: int | None = None,
-    outcome: str = "drift",
-    steps: int = 1,
-    step: int = 0,
-    generate: int | None = 0,
-    seed: int = 0,
-    scenario: str = "regular",
-    cache: str = "ragged",
-    head_scores: Sequence[Sequence[float]] = (),
+    question: PatchingConfig = _QUESTION,
+    settings: Settings = _SETTINGS,
     path: str | Path | None = None,
     overwrite: bool = False,
     wait: bool = False,
     resources: Resources = _DEFAULT,
     progress: bool = True,
-) -> Swap:
+) -> Patching:
     """Which layers or heads decide what comes out? The treatment's kept sets in some of them, the baseline's elsewhere.
 
     A prompt is read once; every mixture of both sides' kept sets is then a row of a batch, really evicted. Drift, KL
@@ -79,22 +67,8 @@ def swap(
         prompts: from `load_prompts`, or any series of `Prompt`.
         baseline: whose kept sets are everywhere at first.
         treatment: a configuration of the same granularity.
-        by: who is switched: `layers`, or `heads`: single kept sets, of query heads or key/value heads.
-        layers: that are switched; empty: all. The others keep the baseline's sets.
-        baseline_in: mixtures to tell one by one: the baseline's sets in these layers, the treatment's elsewhere.
-        treatment_in: likewise with the treatment's in these layers.
-        permutations: orders that Shapley values are drawn from, in pairs of an order and its reverse; None: all subsets
-            of up to eight players, else 16. 0: no Shapley values.
-        exact: all subsets, of up to twelve players.
-        greedy: players switched one after the other, at most; None: 10, where two samples or more can judge. 0: none.
-        outcome: `drift` (the default: never near its floor, and no sample has all of it), `kl` or `score`.
-        steps: decode steps that are measured.
-        step: the one looked at.
-        generate: tokens of an answer, which is graded; None: as many as the dataset says; 0: none.
-        seed: of orders and halves.
-        scenario: as in `measure`.
-        cache: as in `measure`.
-        head_scores: as in `measure`.
+        question: whose kept sets are switched, and what is looked at.
+        settings: as in `measure`; answers are graded.
         path: a file where measurements are kept as they come; the same call goes on from there, and other players,
             orders, outcomes and steps of the same run use what is there.
         overwrite: replace those of another run.
@@ -108,27 +82,23 @@ def swap(
     >>> model = pk.load_model("random:smollm2-135m")
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 8, model)
     >>> sides = pk.grid(16, selection=("attention", "two-stage"), window=4)
-    >>> found = pk.swap(model, prompt, *sides, layers=[0, 1], treatment_in=[[0]], progress=False)
+    >>> question = pk.PatchingConfig(layers=[0, 1], treatment_in=[[0]])
+    >>> found = pk.patching(model, prompt, *sides, question=question, progress=False)
     >>> [one.name for one in found.named], found.shapley.coalitions
     (['treatment everywhere', 'treatment in 0'], 4)
     """
-    asked = SwapConfig(
-        by, tuple(layers), tuple(map(tuple, baseline_in)), tuple(map(tuple, treatment_in)), permutations, exact, greedy,
-        outcome, step, seed,
-    )  # fmt: skip
     check_sides(baseline, treatment)
-    settings = Settings(steps, scenario, cache, (), generate, head_scores)
     ready = planned(model, prompts, (baseline, treatment), settings, resources, kept=path is not None)
-    with bar("mixtures", shown=progress) as drawn, user_model.evaluating(model):
-        return swapped(ready, asked, None if path is None else Path(path), overwrite, wait, drawn.at)
+    with bar("mixtures", shown=progress) as drawn, user_model.eval_mode(model):
+        return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, drawn.at)
 
 
-def game_of(ready: Plan, asked: SwapConfig) -> Game:
+def game_of(ready: Plan, asked: PatchingConfig) -> Game:
     """Players and mixtures of a planned run, of which everything is known to be possible. Raises ConfigError."""
     config, shape = ready.files.config, shape_of(ready)
     check_sides(*ready.run.configs)
     if asked.outcome == "score" and not ready.run.generate:
-        msg = "outcome score (--outcome score) expects answers; ask for them with --answers, in Python generate=None"
+        msg = "outcome score (--outcome score) expects answers; ask for them with --answers (Settings(generate=None))"
         raise ConfigError(msg)
     if asked.step >= ready.run.steps:
         msg = f"expected a step from 0 to {ready.run.steps - 1}, got {asked.step}; --steps {asked.step + 1} records it"
@@ -142,36 +112,39 @@ def game_of(ready: Plan, asked: SwapConfig) -> Game:
         raise ConfigError(msg)
     granularity = ready.run.configs[0].granularity.name
     heads = shape.heads if granularity == "query" else shape.kv_heads
-    game = Game.of(asked, layer_types.measured(config), heads, granularity)
-    greedy_of(asked, len(game.players), len(ready.prompts))
+    game = Game.of(asked, layer_types.measured_layers(config), heads, granularity)
+    greedy_count(asked, len(game.players), len(ready.prompts))
     return game
 
 
-def cost(ready: Plan, asked: SwapConfig, game: Game) -> dict[str, int]:
+def cost(ready: Plan, asked: PatchingConfig, game: Game) -> dict[str, int]:
     """Mixtures of each prompt that a question takes at most, by what they are for, and how many make a batch."""
     from perturbkv.analyses.stats import coalition
 
     players, samples = len(game.players), len(ready.prompts)
-    drawn = permutations_of(asked, players)
+    drawn = permutation_count(asked, players)
     orders = None if drawn is None else coalition.orders(players, drawn, asked.seed)
     of_shapley = len(coalition.needed(players, orders))
-    count = greedy_of(asked, players, samples)
+    count = greedy_count(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.named) - 1
-    rows = min(rows_of(prompt, ready.run, shape_of(ready), ready.resources) for prompt in ready.prompts)
+    rows = min(rows_of(prompt, ready.resolved, shape_of(ready), ready.resources) for prompt in ready.prompts)
     total = named + of_shapley + of_greedy
     return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
 
 
-def swapped(
+def run_patching(
     ready: Plan,
-    asked: SwapConfig,
+    asked: PatchingConfig,
     path: Path | None = None,
     overwrite: bool = False,
     wait: bool = False,
     told: Told = lambda done, total: None,
-) -> Swap:
-    """Measure what a question lacks, and answer it; as `swap`, of a plan. Raises InterruptedRunError on Ctrl-C."""
+) -> Patching:
+    """Measure what a question lacks and answer it, as `patching` does of a plan.
+
+    Raises InterruptedRunError on Ctrl-C.
+    """
     game = game_of(ready, asked)
     if path is None:
         return _answered(Measuring(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
@@ -186,12 +159,12 @@ def swapped(
             raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
 
 
-def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
+def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
     from perturbkv.analyses.questions.patching.patching import conclude
     from perturbkv.analyses.stats import coalition
 
     game, store = measuring.game, measuring.store
-    drawn = permutations_of(asked, len(game.players))
+    drawn = permutation_count(asked, len(game.players))
     orders = None if drawn is None else coalition.orders(len(game.players), drawn, asked.seed)
     passed = coalition.needed(len(game.players), orders)
     found = cost(measuring.ready, asked, game)
@@ -201,15 +174,15 @@ def _answered(measuring: Measuring, asked: SwapConfig) -> Swap:
     return conclude(store, game, asked, orders, paths, _digest(store.path))
 
 
-def _greedy(measuring: Measuring, asked: SwapConfig) -> list[Chosen]:
+def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[Chosen]:
     """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
-    from perturbkv.analyses.questions.patching.patching_values import Measured, all_of, better
+    from perturbkv.analyses.questions.patching.patching_values import MixtureOutcomes, better, coalition_outcomes
     from perturbkv.analyses.stats.coalition import Path as Chosen
     from perturbkv.analyses.stats.coalition import greedy_halves
 
-    measured = Measured(measuring.store, measuring.game, asked.step)
+    measured = MixtureOutcomes(measuring.store, measuring.game, asked.step)
     players, samples = len(measuring.game.players), measured.samples
-    count = greedy_of(asked, players, len(samples))
+    count = greedy_count(asked, players, len(samples))
     if count == 0:
         return []
     first, second = greedy_halves(len(samples), asked.seed)
@@ -219,7 +192,7 @@ def _greedy(measuring: Measuring, asked: SwapConfig) -> list[Chosen]:
             candidates = chosen.candidates(players)
             measuring.of(candidates, [samples[place] for place in chosen.choosing])
             own = measured.only(chosen.choosing)
-            chosen.choose(all_of(own, candidates, asked.outcome), better(asked.outcome))
+            chosen.choose(coalition_outcomes(own, candidates, asked.outcome), better(asked.outcome))
     for chosen in paths:
         measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
     return paths
@@ -251,7 +224,7 @@ def regret(
     overwrite: bool = False,
     resources: Resources = _SEARCHING_DEFAULT,
     progress: bool = True,
-) -> RegretResult:
+) -> Regret:
     """How far is each method from the best kept set of its size, head by head, by isolated L (METHOD)?.
 
     On the prompts, entries of the best given set are swapped until no swap helps: the best known set. On a prefix of
@@ -265,7 +238,7 @@ def regret(
         heads: searched of each prompt, at most; drawn anew for each.
         proven: heads of each prompt's prefix, likewise.
         seconds: at most for each head and method of search.
-        scenario: as in `measure`.
+        scenario: as in `Settings`.
         seed: of the draws.
         path: a jsonl file; a killed run goes on with the next prompt. None: everything stays in memory.
         overwrite: replace a file of another question.
@@ -278,14 +251,14 @@ def regret(
     >>> model = pk.load_model("random:smollm2-135m")
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 20, model)
     >>> found = pk.regret(model, prompt, pk.grid(40), heads=2, proven=0, progress=False)
-    >>> [one.config.selection.name for one in found.parts[0].regrets]
+    >>> [one.config.selection.name for one in found.parts[0].methods]
     ['two-stage', 'two-stage', 'hindsight']
     """
     asked = Searches(heads, proven, seconds, seed=seed)
     chosen = with_references(all_of(EvictionConfig, configs, CONFIGS))
     searching.check(chosen, asked)
     ready = planned(model, prompts, chosen, Settings(scenario=scenario), resources, kept=path is not None)
-    with bar("samples", shown=progress) as drawn, user_model.evaluating(model):
+    with bar("samples", shown=progress) as drawn, user_model.eval_mode(model):
         return searched(ready, asked, None if path is None else Path(path), drawn.at, overwrite=overwrite)
 
 
@@ -297,7 +270,7 @@ def searched(
     *,
     overwrite: bool = False,
     wait: bool = False,
-) -> RegretResult:
+) -> Regret:
     """What a plan's searches say; those that lie in the file of the same question are not made again."""
     from perturbkv.analyses.json_values import provenance_object
     from perturbkv.analyses.questions.regret.regret import regret_of

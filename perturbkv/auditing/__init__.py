@@ -1,4 +1,4 @@
-"""An eviction that is not ours, held against the plain model with a mask of exactly what it keeps (METHOD: Audit).
+"""Audits of foreign evictions: comparison with the plain model that sees exactly the kept entries (METHOD: Audit).
 
-It measures an `AuditTrace`; what that means is told by analyses.
+An audit measures an `AuditTrace`; analyses interpret it.
 """

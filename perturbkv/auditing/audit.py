@@ -1,4 +1,4 @@
-"""A whole audit: every prompt in every situation, plain use, and what the kept sets cost."""
+"""A whole audit: every prompt in every situation, plain use, and the loss of the kept sets."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DEFAULT = Resources()
 
 @dataclass(frozen=True)
 class Settings:
-    """What an audit does.
+    """The options of an audit.
 
     Attributes:
-        steps: forward passes after the eviction.
+        steps: number of forward passes after the eviction.
         situations: keys of `SITUATIONS`.
-        losses: whether the loss is measured beside controls.
+        losses: whether the loss is measured, and that of controls.
 
-    Raises ConfigError or UnknownNameError for values that make no audit.
+    Raises ConfigError or UnknownNameError for invalid values.
     """
 
     steps: int = 4
@@ -65,7 +65,7 @@ def audit(
     resources: Resources = _DEFAULT,
     progress: Callable[[], object] = lambda: None,
 ) -> AuditTrace:
-    """Measure; an eviction that cannot be read gives a trace that says why.
+    """Measure an eviction; one that cannot be read gives a trace that says why.
 
     Raises ConfigError and DatasetError for prompts that do not fit, ModelError for an attention that takes no masks.
     """
@@ -74,7 +74,7 @@ def audit(
     for prompt in prompts:  # a file's own tokens are its own affair
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
-        _check_length(adapter, prompt, situations.needed(settings.steps, settings.situations))
+        _check_length(adapter, prompt, situations.token_count(settings.steps, settings.situations))
     kind = POSITIONS if isinstance(eviction, KeptFile) else eviction.kind
     blank = AuditTrace(
         eviction.name, kind, _about(adapter, about, len(used)), len(adapter.layers), adapter.heads, adapter.kv_heads
@@ -115,11 +115,11 @@ def _about(adapter: Adapter, about: Mapping[str, str], samples: int) -> dict[str
 
 
 def _prompt(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings) -> list[Audited]:
-    """All situations of one prompt; a file of positions has only the first."""
+    """Measure all situations of one prompt; a file of positions has only the first."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         return [of_file(adapter, ids, eviction, prompt.sample_id)]
-    tokens = reference.greedy(adapter, ids, situations.needed(settings.steps, settings.situations))
+    tokens = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
     full = reference.read(adapter, situations.situation("single", ids, tokens, 1))
     floors, found = reference.entry_floors(adapter, ids, full), []
     for name in settings.situations:
@@ -129,7 +129,7 @@ def _prompt(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, set
 
 
 def _plain(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> PlainUse | None:
-    """Plain use of the cache, where it is not decoded otherwise and the prompt can be read."""
+    """Return the plain use of the cache; None where it has its own decoding or the prompt cannot be read."""
     if isinstance(eviction, KeptFile) or eviction.decode is not None:
         return None
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
@@ -142,7 +142,7 @@ def _plain(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> P
 
 
 def _with_losses(found: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:
-    """The loss of what each prompt's cache keeps when it is read alone."""
+    """Add the loss of each prompt's kept sets in the situation `single`."""
     kept = [_kept(found, prompt.sample_id) for prompt in prompts]
     whole = [one for one in kept if one is not None]
     if len(whole) < len(kept):
@@ -159,7 +159,7 @@ def _with_losses(found: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt],
 
 
 def _kept(found: AuditTrace, sample: str) -> loss.Sets | None:
-    """What a prompt's cache keeps per key/value head; None where that is not known, or differs within a group."""
+    """Return a prompt's kept sets per key/value head; None where they are unknown, or differ within a group."""
     for one in found.runs:
         if one.sample == sample and one.row == 0 and one.entries is not None:
             if one.entries.heads == found.kv_heads:

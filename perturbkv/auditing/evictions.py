@@ -1,8 +1,8 @@
-"""What can be audited: something that reads prompts and leaves an evicted cache, and may decode from it itself.
+"""Evictions that can be audited, and how a user names one.
 
-A press of kvpress as an eviction that is audited: it reads prompts as for its users, at the ratio of a budget.
-
-From what a user names to what is audited: `file.py:name(option=…)`, a function, a class, or a file of positions.
+An eviction reads prompts and returns an evicted cache, and may have its own decoding: a function or class, given as an
+object or as `file.py:name(option=…)`, or a press of kvpress, at the ratio that its budget asks for. A file of kept
+positions can be audited, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
 from perturbkv.configs.choice import FIRST, Choice, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
-from perturbkv.configs.plugins import module_of_file, said
+from perturbkv.configs.plugins import error_line, load_module
 from perturbkv.errors import ConfigError, UnknownNameError, UnreadableError
 from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
@@ -34,18 +34,18 @@ _TAKES = ("model", "input_ids", "attention_mask")
 Evict = Callable[[Any, Tensor, Tensor], Any]
 """`(model, input_ids, attention_mask)`, both (batch, token), padding on the left → cache."""
 Decode = Callable[[Any, Any, Tensor, int], Tensor]
-"""`(model, cache, token, step)`, token (batch, new), step tokens decoded before → logits (batch, new, vocab)."""
+"""`(model, cache, token, step)`: token (batch, new), step tokens decoded before → logits (batch, new, vocab)."""
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """An eviction that is not ours.
+    """A foreign eviction.
 
     Attributes:
         name: as its user wrote it.
         kind: function, cache class or press.
         evict: reads prompts, returns a transformers cache.
-        decode: its own decoding, where it brings one.
+        decode: its own decoding, where it has one.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Eviction:
     decode: Decode | None = None
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        """The evicted cache. Raises UnreadableError for anything that is no cache of transformers'."""
+        """Return the evicted cache. Raises UnreadableError for anything but a transformers cache."""
         cache = self.evict(model, input_ids, attention_mask)
         if not isinstance(cache, Cache):
             msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
@@ -63,16 +63,16 @@ class Eviction:
 
 
 def eviction(made: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None) -> Eviction:
-    """The eviction that a function or a cache class is, `options` given to it by name.
+    """Return the eviction of a function or a cache class, `options` being its keyword arguments.
 
-    `decode` is used where it brings none of its own. Raises ConfigError for what is neither, and for options that it
-    does not take.
+    `decode` is used where it has no decoding of its own. Raises ConfigError for any other object, and for options that
+    it does not take.
     """
     chosen, own = dict(options or {}), getattr(made, "decode", None) or decode
     if inspect.isclass(made) and issubclass(made, Cache):
         _check_options(made, name, chosen)
         _check_made(made, name, chosen)
-        return Eviction(name, CLASS, _reading(lambda: made(**chosen)), own)
+        return Eviction(name, CLASS, _cache_class_reader(lambda: made(**chosen)), own)
     if inspect.isclass(made) or not callable(made):
         msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {made!r}"
         raise ConfigError(msg)
@@ -80,8 +80,8 @@ def eviction(made: Any, name: str, options: Mapping[str, Any] | None = None, dec
     return Eviction(name, FUNCTION, lambda *given: made(*given, **chosen), own)
 
 
-def _reading(build: Callable[[], Cache]) -> Evict:
-    """A cache class reads a prompt as `past_key_values` of the plain model."""
+def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
+    """Return an eviction that passes a cache of this class to the plain model as `past_key_values`."""
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         cache, padded = build(), {}
@@ -95,7 +95,7 @@ def _reading(build: Callable[[], Cache]) -> Evict:
 
 
 def _check_options(made: Any, name: str, options: Mapping[str, Any], given: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError where a call with these options is none that the function or class takes."""
+    """Raise ConfigError where the function or class cannot be called with these options."""
     signature = inspect.signature(made)
     try:
         signature.bind(*given, **options)
@@ -109,7 +109,7 @@ def _check_options(made: Any, name: str, options: Mapping[str, Any], given: tupl
 
 
 def _check_kind(parameter: inspect.Parameter | None, option: str, value: Any, name: str) -> None:
-    """Raise ConfigError for a value of another type than the option's annotation says, or its default is."""
+    """Raise ConfigError for a value of another type than the option's annotation or default."""
     if parameter is None or value is None or (kind := _kind(parameter)) is None:
         return
     kinds, words = KINDS[kind]
@@ -119,7 +119,7 @@ def _check_kind(parameter: inspect.Parameter | None, option: str, value: Any, na
 
 
 def _kind(parameter: inspect.Parameter) -> type | None:
-    """The plain type of an option; a number that is not annotated may be any. None: not known, or of several."""
+    """Return an option's plain type, float for an unannotated number; None where it is unknown or a union."""
     written, default = parameter.annotation, parameter.default
     if written is inspect.Parameter.empty:
         return float if type(default) is int else type(default) if type(default) in KINDS else None
@@ -128,16 +128,16 @@ def _kind(parameter: inspect.Parameter) -> type | None:
 
 
 def _check_made(made: type[Cache], name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the class cannot be made with these options: before a model is loaded."""
+    """Raise ConfigError where the class cannot be instantiated with these options, before a model is loaded."""
     try:
         made(**options)
     except Exception as error:
-        msg = f"{name} cannot be made: {said(error)}"
+        msg = f"{name} cannot be made: {error_line(error)}"
         raise ConfigError(msg) from error
 
 
-def of_press(text: str, budget: Budget) -> Eviction:
-    """The press that `kvpress:NAME(…)` writes, which keeps `budget` of each prompt.
+def press_eviction(text: str, budget: Budget) -> Eviction:
+    """Return the eviction by the press `kvpress:NAME(…)`, which keeps `budget` of each prompt.
 
     Raises ConfigError or UnknownNameError as `kvpress.Press.completed`.
     """
@@ -163,12 +163,12 @@ _WRITTEN = "file.py:name(option=value, …), a .npz or .json file of kept positi
 
 
 def load(given: Any, budget: Budget | None = None) -> Eviction | KeptFile:
-    """What is audited; `budget` is what a press is to keep, and of a press alone.
+    """Return the eviction, or the file of positions, that a user names; `budget` is for presses alone.
 
-    Raises ConfigError, PluginError or UnknownNameError in one line for what cannot be audited.
+    Raises ConfigError, PluginError or UnknownNameError in one line for anything that cannot be audited.
     """
     if isinstance(given, str) and not given.endswith(SUFFIXES) and is_press(parse(given)):
-        return of_press(given, _needed(budget, given))
+        return press_eviction(given, _required_budget(budget, given))
     if budget is not None:
         msg = (
             f"a budget has no effect here: it needs a press of kvpress, {given} says itself what it keeps; leave it out"
@@ -177,18 +177,18 @@ def load(given: Any, budget: Budget | None = None) -> Eviction | KeptFile:
     if isinstance(given, Eviction | KeptFile):
         return given
     if isinstance(given, str | Path):
-        return _written(str(given))
+        return _parse(str(given))
     return eviction(given, getattr(given, "__name__", type(given).__name__))
 
 
-def _needed(budget: Budget | None, text: str) -> Budget:
+def _required_budget(budget: Budget | None, text: str) -> Budget:
     if budget is None:
         msg = f"expected a budget for the press {text}, got none; give --budget (budget=), such as 128 or 0.3"
         raise ConfigError(msg)
     return budget
 
 
-def _written(text: str) -> Eviction | KeptFile:
+def _parse(text: str) -> Eviction | KeptFile:
     if Path(text).suffix in SUFFIXES:
         return read(Path(text))
     choice = parse(text)
@@ -196,12 +196,12 @@ def _written(text: str) -> Eviction | KeptFile:
     if not colon or not path.endswith(".py"):
         msg = f"expected an eviction as {_WRITTEN}, got '{text}'"
         raise ConfigError(msg)
-    module = module_of_file(Path(path))
-    return eviction(_named(module, name, path), text, _options(choice, text), getattr(module, "decode", None))
+    module = load_module(Path(path))
+    return eviction(_lookup(module, name, path), text, _options(choice, text), getattr(module, "decode", None))
 
 
-def _named(module: ModuleType, name: str, path: str) -> Any:
-    """What a file calls by this name. Raises UnknownNameError with what else it defines."""
+def _lookup(module: ModuleType, name: str, path: str) -> Any:
+    """Return a file's object of this name. Raises UnknownNameError with the names that the file defines."""
     own = [
         one
         for one, held in vars(module).items()
@@ -213,7 +213,7 @@ def _named(module: ModuleType, name: str, path: str) -> Any:
 
 
 def _options(choice: Choice, text: str) -> dict[str, Any]:
-    """The options by name. Raises ConfigError for one without."""
+    """Return the options by name. Raises ConfigError for a positional one."""
     if FIRST in choice.options:
         msg = f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         raise ConfigError(msg)

@@ -1,6 +1,7 @@
-"""One foreign eviction in one situation: read, decoded at explicit positions, and held against the masked reference.
+"""Runs of a foreign eviction in one situation: it reads, decodes at explicit positions, and is compared.
 
-What transformers does with an evicted cache where nobody says positions: a call of the model, and `generate`.
+The comparison is with the masked reference. The eviction's plain use is run too: what transformers does with the
+evicted cache where no positions are given, in a call of the model and in `generate`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from perturbkv.auditing.reference import (
     decode,
     floors,
     hides,
-    observed,
     read,
+    record_pass,
     sees_later,
     with_padding_counted,
 )
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.external_cache import Layers, layers_of, recover, rows
+from perturbkv.cache.external_cache import Layers, layer_tensors, recover, rows
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
@@ -45,14 +46,15 @@ _WIDEST_TURN = 4096
 
 @dataclass
 class ForeignRun:
-    """What an eviction did in a situation.
+    """The measurements of an eviction in a situation.
 
     Attributes:
+        adapter: the model.
         situation: with positions counted as the eviction counts them.
         full: the plain model's entries.
-        reading: what the cache keeps.
-        entry_floors: of these entries.
-        seen: forward passes, as far as they went.
+        reading: the cache's kept entries.
+        entry_floors: noise floors of these entries.
+        seen: the completed forward passes.
         failed, refused: as in `Audited`.
     """
 
@@ -66,10 +68,10 @@ class ForeignRun:
     refused: str = ""
 
     def audited(self, sample: str) -> list[Audited]:
-        """One document per row."""
+        """Return one document per row."""
         judged = bool(self.reading.masks)
         found = floors(self.adapter, self.full, self.situation) if judged else None
-        reference = list(decode(self.adapter, self.full, self._as_decoded(), self.reading.masks)) if judged else []
+        reference = list(decode(self.adapter, self.full, self._completed(), self.reading.masks)) if judged else []
         lengths = tuple(len(chunk) for chunk in self.situation.chunks)
         return [
             Audited(
@@ -82,8 +84,8 @@ class ForeignRun:
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
 
-    def _as_decoded(self) -> Situation:
-        """The situation as far as the decoding went."""
+    def _completed(self) -> Situation:
+        """Return the situation with the completed forward passes alone."""
         chunks = self.situation.chunks[: len(self.seen)]
         return Situation(
             self.situation.name, self.situation.ids, self.situation.attention_mask, chunks,
@@ -97,7 +99,7 @@ class ForeignRun:
             bool(one.logits[row, -1].argmax() == other.logits[row, -1].argmax())
             for one, other in zip(self.seen, reference, strict=True)
         ]
-        behind = [self._behind(one, other, row) for one, other in zip(self.seen, reference, strict=True)]
+        behind = [self._position_lag(one, other, row) for one, other in zip(self.seen, reference, strict=True)]
         return Decoded(
             head=_stacked(apart, "head"), head_floor=_array(found.head), hidden=_stacked(apart, "hidden"),
             hidden_floor=_array(found.hidden), logits=_stacked(apart, "logits"), logits_floor=float(found.logits),
@@ -105,8 +107,11 @@ class ForeignRun:
             hides=any(map(hides, self.seen)),
         )  # fmt: skip
 
-    def _behind(self, seen: Seen, reference: Seen, row: int) -> float:
-        """By how many positions the new tokens' keys are rotated less than their place asks, by the first layer's."""
+    def _position_lag(self, seen: Seen, reference: Seen, row: int) -> float:
+        """Return by how many positions the first layer rotates the new tokens' keys too little.
+
+        NaN where that is not one number for all heads and tokens.
+        """
         full = per_heads(seen.own(0), reference.own(0)[0].shape[1])[0][row]
         own = reference.own(0)[0][row]
         length = torch.linalg.vector_norm(own.float(), dim=-1)
@@ -121,9 +126,10 @@ class ForeignRun:
 def run(
     adapter: Adapter, eviction: Eviction, situation: Situation, entry_floors: EntryFloors, full: Layers | None = None
 ) -> ForeignRun:
-    """The eviction in a situation; what it raises is remembered. Raises UnreadableError where nothing can be seen.
+    """Run the eviction in a situation and record its exceptions.
 
-    `full` are the plain model's entries, where they were read already.
+    `full` are the plain model's entries, where they were read already. Raises UnreadableError where the cache does not
+    show its entries.
     """
     whole = read(adapter, situation) if full is None else full
     made = ForeignRun(adapter, situation, whole, Reading(adapter, situation, whole), entry_floors)
@@ -133,37 +139,37 @@ def run(
 
 
 def _read_and_decode(made: ForeignRun, eviction: Eviction) -> None:
-    """Evict, then decode; what is raised is remembered."""
+    """Evict, then decode; record an exception."""
     situation = made.situation
     try:
         cache = eviction.read(made.adapter.model, situation.ids, situation.attention_mask)
     except UnreadableError:
         raise
     except NotImplementedError as error:
-        made.refused = _said(error)
+        made.refused = _message(error)
         return
     except Exception as error:
-        made.failed = f"reading the prompt raises {_said(error)}"
+        made.failed = f"reading the prompt raises {_message(error)}"
         return
-    _count_as_it_does(made, cache)
+    _match_counting(made, cache)
     _decode(made, eviction, cache)
 
 
-def _count_as_it_does(made: ForeignRun, cache: Cache) -> None:
+def _match_counting(made: ForeignRun, cache: Cache) -> None:
     """Count positions from the padding on, where the cache's first layer shows that its eviction does."""
-    if not any(made.situation.padding) or not (far := _far(cache, made.full)):
+    if not any(made.situation.padding) or not (far := _key_distance(cache, made.full)):
         return
     other = with_padding_counted(made.situation)
     counted = read(made.adapter, other)
-    if _far(cache, counted) < far:
+    if _key_distance(cache, counted) < far:
         made.situation, made.full = other, counted
         made.reading = Reading(made.adapter, other, counted)
 
 
-def _far(cache: Cache, full: Layers) -> float:
-    """How far the first layer's keys lie from the full cache's in the last row; 0 where they do not show."""
+def _key_distance(cache: Cache, full: Layers) -> float:
+    """Return the distance of the last row's first-layer keys from the full cache's; 0 where they are not shown."""
     try:
-        theirs = layers_of(cache)[0]
+        theirs = layer_tensors(cache)[0]
         (found,) = recover([theirs], [repeated(full[0], theirs[0].shape[1])], row=len(full[0][0]) - 1)
     except UnreadableError:
         return 0.0
@@ -171,23 +177,23 @@ def _far(cache: Cache, full: Layers) -> float:
 
 
 def _decode(made: ForeignRun, eviction: Eviction, cache: Cache) -> None:
-    """All forward passes; the first that raises is the last."""
+    """Run all forward passes; the first that raises is the last."""
     _check_shown(cache, made)
     for chunk, tokens in enumerate(made.situation.chunks):
         seen, ids = Seen(), made.situation.fed(chunk)
         before = sum(len(one) for one in made.situation.chunks[:chunk])
         try:
-            with observed(made.adapter, seen):
+            with record_pass(made.adapter, seen):
                 seen.logits = _logits(made, eviction, cache, chunk, ids, before)
         except Exception as error:
             what = "a block of tokens" if len(tokens) > 1 else f"decoding token {before}"
-            made.failed = f"{what} raises {_said(error)}"
+            made.failed = f"{what} raises {_message(error)}"
             return
-        _take(made, seen, cache)
+        _record(made, seen, cache)
 
 
-def _take(made: ForeignRun, seen: Seen, cache: Cache) -> None:
-    """Remember a forward pass; what it attended to is read at once, as it is as large as the cache."""
+def _record(made: ForeignRun, seen: Seen, cache: Cache) -> None:
+    """Record a forward pass; its attended entries, as large as the cache, are read at once and freed."""
     if not seen.whole(len(made.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
         raise UnreadableError(msg)
@@ -197,7 +203,7 @@ def _take(made: ForeignRun, seen: Seen, cache: Cache) -> None:
 
 
 def _logits(made: ForeignRun, eviction: Eviction, cache: Cache, chunk: int, ids: Tensor, before: int) -> Tensor:
-    """(row, new, vocab) of a forward pass, by the eviction's own decoding where it has one."""
+    """Return the logits (row, new, vocab) of a forward pass, by the eviction's own decoding where it has one."""
     if eviction.decode is not None:
         own = eviction.decode(made.adapter.model, cache, ids, before)
         return own if own.ndim == 3 else own.unsqueeze(1)
@@ -208,7 +214,7 @@ def _logits(made: ForeignRun, eviction: Eviction, cache: Cache, chunk: int, ids:
 
 
 def _check_shown(cache: Cache, made: ForeignRun) -> None:
-    """Raise UnreadableError for layers that contradict what the cache says of them, or hold more than there was.
+    """Raise UnreadableError for layers that contradict the cache's own statement, or hold more than the full cache.
 
     A cache that shows no keys itself may still hand them to the attention.
     """
@@ -221,8 +227,8 @@ def _check_shown(cache: Cache, made: ForeignRun) -> None:
         rows(cache, whole, row)
 
 
-def _said(error: Exception) -> str:
-    """An exception in one line."""
+def _message(error: Exception) -> str:
+    """Return an exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -236,14 +242,17 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
-    """Each way on a cache of its own, behind the prompt of a `single` situation; nothing that fails is raised."""
+    """Return what `model` and `generate` do with the cache after the prompt of a `single` situation.
+
+    Each gets a cache of its own; exceptions are recorded.
+    """
     fed: list[int] = []
 
     def fresh() -> Cache:
         return eviction.read(adapter.model, situation.ids, situation.attention_mask)
 
     def whole() -> None:
-        _generate(adapter, fresh(), _with_first(situation), fed)
+        _generate(adapter, fresh(), _extended_prompt(situation), fed)
 
     with left_as_it_was(adapter):
         return PlainUse(
@@ -255,15 +264,15 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
         )
 
 
-def _with_first(situation: Situation) -> Tensor:
-    """The prompt's ids and the first new one: what a user of `generate` holds."""
+def _extended_prompt(situation: Situation) -> Tensor:
+    """Return the prompt's ids and the first new one, as a user of `generate` passes them."""
     ids = situation.ids.new_empty(1, situation.entries + 1)
     ids[:, :-1], ids[:, -1] = situation.ids, situation.fed(0)[0, 0]
     return ids
 
 
 def _position(cache: Cache) -> int | None:
-    """Where `model(token, past_key_values=cache)` puts the next token."""
+    """Return the position at which `model(token, past_key_values=cache)` puts the next token; None where it fails."""
     try:
         return int(cache.get_seq_length())
     except Exception:
@@ -271,7 +280,7 @@ def _position(cache: Cache) -> int | None:
 
 
 def _generate(adapter: Adapter, cache: Cache, ids: Tensor, fed: list[int]) -> None:
-    """One token; `fed` gets the lengths of the forward passes."""
+    """Generate one token; `fed` gets the lengths of the forward passes."""
 
     def count(layer: int, hidden: Tensor) -> None:
         if layer == 0:
@@ -284,7 +293,7 @@ def _generate(adapter: Adapter, cache: Cache, ids: Tensor, fed: list[int]) -> No
 
 
 def _failure(call: Callable[[], object]) -> str:
-    """What a call raises, in one line; empty where it does not."""
+    """Return the exception of a call in one line; empty where it succeeds."""
     try:
         call()
     except Exception as error:

@@ -1,8 +1,7 @@
-"""What a foreign cache keeps, pass by pass of decoding: entries found among the prompt's (METHOD: Audit, 1).
+"""Finding a foreign cache's entries among the prompt's, and naming how they were changed (METHOD: Audit, 1 and 2).
 
-What was done to an entry that is not the full cache's any more: a rotation, a quantisation, another head's entry.
-
-Whether what one prompt's cache keeps is the full cache's, entry by entry (METHOD: Audit, 1 and 2).
+Entries are matched at every forward pass. An entry that differs from the full cache's is tested for known changes: a
+rotation, a quantisation, another head's entry.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from perturbkv.models.adapter import Adapter
 
 @dataclass
 class Reading:
-    """Reads one eviction's caches in one situation.
+    """The entries of one eviction's caches in one situation, pass by pass.
 
     Attributes:
-        full: what the plain model holds of the prompts.
+        full: the plain model's entries of the prompts.
         masks: per forward pass and layer (row, kept_head, entry) True where an entry of a prompt, or one decoded
             before, is attended to; padding left out.
-        first: per row and layer what was found at the first pass.
+        first: per row and layer the entries at the first pass.
         attended: per row and layer (kept_head, entry) which of those entries the attention sees.
+        held: per layer the cache's own keys and values.
         changed: per row, passes at which entries went or changed.
     """
 
@@ -50,12 +50,12 @@ class Reading:
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def take(self, seen: Seen) -> None:
-        """Read what one forward pass attended to. Raises UnreadableError."""
+        """Read the entries that one forward pass attended to. Raises UnreadableError."""
         layers = range(len(self.full))
         theirs = [seen.before(layer) for layer in layers]
         shown = [_shown(seen, layer) for layer in layers]
-        if self._goes_on(theirs) and all(one is None for one in shown):
-            self.masks.append([_with_new(mask, self._new) for mask in self.masks[-1]])
+        if self._is_unchanged(theirs) and all(one is None for one in shown):
+            self.masks.append([_append_new(mask, self._new) for mask in self.masks[-1]])
         else:
             self._read(theirs, shown)
         self._own.append([seen.own(layer) for layer in layers])
@@ -63,22 +63,22 @@ class Reading:
 
     @property
     def _new(self) -> int:
-        """Tokens of the pass that was read last."""
+        """The number of tokens of the pass that was read last."""
         return int(self._own[-1][0][0].shape[2])
 
-    def _goes_on(self, theirs: Layers) -> bool:
-        """Whether every layer holds exactly what it held and was given in the pass before."""
+    def _is_unchanged(self, theirs: Layers) -> bool:
+        """Return whether every layer holds exactly the entries of the previous pass and its tokens."""
         return bool(self._last) and all(
             torch.equal(one, last) for now, before in zip(theirs, self._last, strict=True)
             for one, last in zip(now, before, strict=True)
         )  # fmt: skip
 
     def _read(self, theirs: Layers, shown: Sequence[Tensor | None]) -> None:
-        """Find every entry among the prompt's and those decoded since."""
+        """Match every entry with the prompt's and those decoded since."""
         if len(heads := {keys.shape[1] for keys, _ in theirs}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
             raise UnreadableError(msg)
-        whole = self._whole(theirs)
+        whole = self._all_entries(theirs)
         rows = [recover(theirs, whole, row) for row in range(self.situation.rows)]
         masks, looked = [], []
         for layer, (keys, _) in enumerate(theirs):
@@ -93,8 +93,8 @@ class Reading:
             self.attended = [list(layers) for layers in zip(*looked, strict=True)]
         self.masks.append(masks)
 
-    def _whole(self, theirs: Layers) -> list[tuple[Tensor, Tensor]]:
-        """The prompts' entries and those decoded since, as many heads of each as the foreign cache holds."""
+    def _all_entries(self, theirs: Layers) -> list[tuple[Tensor, Tensor]]:
+        """Return the prompts' entries and those decoded since, with as many heads as the foreign cache has."""
         found = []
         for layer, (keys, values) in enumerate(self.full):
             both = [(keys, values), *(per_heads(one[layer], keys.shape[1]) for one in self._own)]
@@ -103,7 +103,7 @@ class Reading:
         return found
 
     def _mask(self, rows: Sequence[LayerKept], attended: Sequence[Tensor], entries: int) -> Tensor:
-        """(row, kept_head, entry) of one layer; nothing of the padding."""
+        """Return one layer's mask (row, kept_head, entry), without padding."""
         masks = []
         for one, seen, padding in zip(rows, attended, self.situation.padding, strict=True):
             mask = torch.zeros(len(one.positions), entries, dtype=torch.bool, device=seen.device)
@@ -113,15 +113,15 @@ class Reading:
         return torch.stack(masks)
 
     def _note_change(self, masks: Sequence[Tensor]) -> None:
-        """Remember the rows in which entries that were there are gone, or others came back."""
+        """Record the rows in which entries went or came back."""
         for row, changed in enumerate(self.changed):
-            before = [_with_new(mask[row : row + 1], self._new) for mask in self.masks[-1]]
+            before = [_append_new(mask[row : row + 1], self._new) for mask in self.masks[-1]]
             if any(not torch.equal(one, mask[row : row + 1]) for one, mask in zip(before, masks, strict=True)):
                 changed.append(len(self.masks))
 
 
 def repeated(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values as often as a cache that holds them per query head has them."""
+    """Return a layer's keys and values repeated per query head, where the cache has as many heads."""
     times = max(1, heads // layer[0].shape[1])
     if times * layer[0].shape[1] != heads:
         return layer
@@ -129,17 +129,17 @@ def repeated(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
 
 
 def per_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """The first of each group, where a cache holds keys and values once per query head."""
+    """Return the first head of each group, where a cache stores keys and values once per query head."""
     every = max(1, layer[0].shape[1] // heads)
     return layer[0][:, ::every], layer[1][:, ::every]
 
 
-def _with_new(mask: Tensor, new: int) -> Tensor:
+def _append_new(mask: Tensor, new: int) -> Tensor:
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
 def _shown(seen: Seen, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
-    """Entries before the new tokens that any of them sees; None where all of them are."""
+    """Return which entries before the new tokens any of them sees; None where all are."""
     rows, heads, entries = seen.key[layer].shape[:3]
     new, hidden = seen.query[layer].shape[2], seen.hidden_keys[layer]
     allowed = visible(seen.mask[layer], entries, new)
@@ -155,9 +155,9 @@ def _shown(seen: Seen, layer: int) -> Bool[Tensor, "row kept_head entry"] | None
 
 
 _MOST = 32
-"""Entries of a head that are looked at for a rotation."""
+"""Entries of a head that are tested for a rotation."""
 _NEAR = 0.02
-"""A rotation or a quantisation explains an entry that it brings this near, relative to the entry's length."""
+"""Largest remaining distance, over the entry's length, at which a rotation or a quantisation explains an entry."""
 _BITS = (8, 4, 2)
 
 
@@ -167,9 +167,9 @@ def rotations(
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> Int[Tensor, " entry"] | None:
-    """By how many positions, −most to most, each key was rotated beyond its place; None where no rotation explains it.
+    """Return by how many positions, −most to most, each key was rotated in excess; None where no rotation explains it.
 
-    Component i goes with i + frequencies, as in `perturbkv.cache.entries.turned`.
+    Component i pairs with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
     one, other = _pairs(found, half), _pairs(full, half)
@@ -186,7 +186,7 @@ def rotations(
 
 
 def _pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
-    """Rotary components as complex numbers (entry, frequency)."""
+    """Return rotary components as complex numbers (entry, frequency)."""
     work = keys.double()
     return torch.complex(work[:, :half], work[:, half : 2 * half])
 
@@ -198,7 +198,7 @@ def rotation(
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> str:
-    """The rotation that keys of these places differ by, in words; empty where there is none.
+    """Return in words the rotation by which keys differ; empty where there is none.
 
     `found` are a head's keys in the cache's order, `full` those of the full cache at `places`.
     """
@@ -221,7 +221,7 @@ def quantised(
     full: Float[Tensor, "entry d_head"],
     whole: Float[Tensor, "place d_head"],
 ) -> str:
-    """The quantisation that makes `found` of `full`, in words; empty where none does.
+    """Return in words the quantisation that turns `full` into `found`; empty where none does.
 
     Scales are taken per entry, per channel and per head, of the entries that stay and of the `whole` head, from the
     largest magnitude or from the range.
@@ -241,7 +241,7 @@ def _rounding(found: Tensor) -> Tensor:
 
 
 def _quantisations(full: Tensor, whole: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
-    """What quantisations of a kind make of the entries, each with its name."""
+    """Yield the entries under each quantisation with `bits` bits, with its name."""
     for words, scaled in (("per entry", full), ("per channel", whole), ("per channel", full), ("per head", whole),
                           ("per head", full)):  # fmt: skip
         low, high = _ends(scaled, words)
@@ -256,25 +256,25 @@ def _quantisations(full: Tensor, whole: Tensor, bits: int) -> Iterator[tuple[str
 
 
 def _ends(values: Tensor, words: str) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each group that shares a scale."""
+    """Return the smallest and largest value of each group that shares a scale."""
     if words == "per head":
         return values.amin(), values.amax()
     dim = -1 if words == "per entry" else 0
     return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
 
 
-def alteration_of_head(found: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
-    """The head whose entries at these places these are, to the bit; None where no head's are."""
+def matching_head(found: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
+    """Return the head whose entries at the same positions are bit-equal to these; None where no head's are."""
     return next((head for head, entries in enumerate(full) if torch.equal(entries.to(found.dtype), found)), None)
 
 
 FLOORS = 4
-"""More noise floors than this are a difference (METHOD: Audit)."""
+"""A difference exceeds this many noise floors (METHOD: Audit)."""
 _KEYS = 0
 
 
 class Judge:
-    """Says of one row's entries, as they were at the first forward pass, whether they are the full cache's."""
+    """Comparison of one row's entries, as they were at the first forward pass, with the full cache's."""
 
     def __init__(self, reading: Reading, row: int, floors: EntryFloors) -> None:
         self.reading, self.row, self.floors = reading, row, floors
@@ -282,16 +282,18 @@ class Judge:
         self.padding = reading.situation.padding[row]
 
     def entries(self) -> Entries:
-        """Everything that METHOD's points 1 and 2 ask for."""
+        """Return everything that METHOD's points 1 and 2 ask for."""
         layers = range(len(self.found))
         return Entries(
             kept=tuple(tuple(self._sets(layer, self._kept)) for layer in layers),
-            padded=self._numbers(lambda layer: self._sets(layer, self._of_padding)),
-            strangers=self._numbers(lambda layer: self._sets(layer, _strangers)),
-            duplicates=self._numbers(lambda layer: self._sets(layer, _duplicates)),
+            padded=self._numbers(lambda layer: self._sets(layer, self._padding_count)),
+            strangers=self._numbers(lambda layer: self._sets(layer, _unknown_count)),
+            duplicates=self._numbers(lambda layer: self._sets(layer, _duplicate_count)),
             unordered=self._numbers(lambda layer: self.found[layer].ascending) == 0,
-            key_distance=self._numbers(lambda layer: self._far(layer, self.found[layer].key_distance)),
-            value_distance=self._numbers(lambda layer: self._far(layer, self.found[layer].value_distance)),
+            key_distance=self._numbers(lambda layer: self._largest_distances(layer, self.found[layer].key_distance)),
+            value_distance=self._numbers(
+                lambda layer: self._largest_distances(layer, self.found[layer].value_distance)
+            ),
             key_floor=self.floors.key.double().numpy(),
             value_floor=self.floors.value.double().numpy(),
             altered=tuple(tuple(self._altered(layer)) for layer in layers),
@@ -306,8 +308,8 @@ class Judge:
         pairs = zip(self.found[layer].positions, self.attended[layer], strict=True)
         return [of(places, seen) for places, seen in pairs]
 
-    def _far(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
-        """The largest distance of each head's entries that are attended to."""
+    def _largest_distances(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
+        """Return the largest distance of each head's attended entries."""
         pairs = zip(distances, self.attended[layer], strict=True)
         return [float(one[seen].amax()) if bool(seen.any()) else 0.0 for one, seen in pairs]
 
@@ -315,11 +317,11 @@ class Judge:
         own = places[seen & (places >= self.padding)] - self.padding
         return np.unique(own.cpu().numpy())
 
-    def _of_padding(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    def _padding_count(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
         return int(((places >= 0) & (places < self.padding) & seen).sum())
 
     def _is_repeated(self, layer: int) -> bool:
-        """Whether a layer holds every entry once per query head, and all of a group keep the same."""
+        """Return whether a layer stores every entry once per query head, and all heads of a group keep the same."""
         adapter, positions = self.reading.adapter, self.found[layer].positions
         group = adapter.heads // adapter.kv_heads
         if group == 1 or len(positions) != adapter.heads:
@@ -327,11 +329,11 @@ class Judge:
         return all(torch.equal(one, positions[head - head % group]) for head, one in enumerate(positions))
 
     def _altered(self, layer: int) -> list[str]:
-        """What was done to keys and values of each head."""
+        """Return in words how each head's keys and values were changed."""
         found = self.found[layer]
         kinds = (
-            ("keys", self._far(layer, found.key_distance), self.floors.key),
-            ("values", self._far(layer, found.value_distance), self.floors.value),
+            ("keys", self._largest_distances(layer, found.key_distance), self.floors.key),
+            ("values", self._largest_distances(layer, found.value_distance), self.floors.value),
         )
         said = []
         for head in range(len(found.positions)):
@@ -343,7 +345,7 @@ class Judge:
         return said
 
     def _mismatched(self, layer: int, head: int) -> bool:
-        """Whether all keys and all values are the full cache's to the bit, and do not belong together."""
+        """Return whether all keys and all values are bit-equal to the full cache's but come from different entries."""
         seen = self.attended[layer][head]
         alone = [
             recover([(_single(theirs[self.row, head, seen]),) * 2], [(_single(self._own(full, layer, head)),) * 2])[0]
@@ -353,11 +355,11 @@ class Judge:
         return exact and not torch.equal(alone[0].positions[0], alone[1].positions[0])
 
     def _own(self, full: Tensor, layer: int, head: int) -> Tensor:
-        """The full cache's entries (entry, d_head) of the head that a kept set is of."""
+        """Return the full cache's entries (entry, d_head) of a kept set's head."""
         return full[self.row][head * full.shape[1] // len(self.found[layer].positions)]
 
     def _words(self, layer: int, head: int, kind: int) -> str:
-        """The known alteration of a head's keys or values; empty where none is known."""
+        """Return the known change of a head's keys or values; empty where none is known."""
         places = self.found[layer].positions[head]
         theirs = self.reading.held[layer][kind][self.row, head]
         placed = (places >= 0) & self.attended[layer][head]
@@ -366,7 +368,7 @@ class Judge:
             return ""
         full = self.reading.full[layer][kind][self.row]
         own = self._own(self.reading.full[layer][kind], layer, head)
-        other = alteration_of_head(theirs, full[:, places])
+        other = matching_head(theirs, full[:, places])
         if other is not None:
             return f"of head {other}"
         if kind == _KEYS and (turned := self._rotation(theirs, own[places], places)):
@@ -378,11 +380,11 @@ class Judge:
         return rotation(theirs, own, places - self.padding, frequencies, most)
 
 
-def _strangers(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+def _unknown_count(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
     return int((places[seen] == NOWHERE).sum())
 
 
-def _duplicates(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+def _duplicate_count(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
     placed = places[seen & (places != NOWHERE)]
     return len(placed) - len(set(placed.tolist()))
 

@@ -1,6 +1,6 @@
-"""What kept sets cost, beside configurations of ours that hold as much and protect the same (METHOD: Audit, 4).
+"""The loss of foreign kept sets, beside our configurations of equal budget and protection (METHOD: Audit, 4).
 
-Kept sets that come from outside: measured, physically evicted and decoded exactly as ours are.
+Foreign kept sets are measured, physically evicted and decoded exactly as ours are.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants.presses import KeptMasks
 from perturbkv.schema import MEASURED
 from perturbkv.selection.policies.registry import resolved
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import Trace
 
 _DEFAULT = Resources()
 
 
 def external_configuration(name: str, budget: float) -> EvictionConfig:
-    """A configuration `given:NAME` whose kept sets are handed over.
+    """Return a configuration `given:NAME` whose kept sets are passed in.
 
-    `budget` is the entries of a kept set (an int) or their share of the prompt, as other configurations would be asked
-    for as many; what is really held, the kept sets say.
+    `budget` is the entries of a kept set (an int) or their share of the prompt, as for other configurations of that
+    size; the kept sets determine what is really stored.
     """
     return EvictionConfig(budget, Choice(f"given:{name}"), "given", 0, "kv")
 
@@ -48,15 +49,15 @@ def measure_kept_sets(
     attrs: Mapping[str, str] | None = None,
     **run: Any,
 ) -> Trace:
-    """The trace of given kept sets, and of configurations of ours beside them.
+    """Return the trace of foreign kept sets, and of our configurations beside them.
 
     Args:
         adapter: the model.
-        prompts: of one or more samples.
-        given: of each prompt, per configuration of `configuration` and layer (kv_head, key): True where an entry stays.
+        prompts: one or more samples.
+        given: per prompt, configuration and layer a mask (kv_head, key): True where an entry stays.
         beside: configurations that rank for themselves.
         resources: memory and kernels.
-        attrs: what the trace says of its making.
+        attrs: provenance of the trace.
         run: further fields of `RunConfig`: steps, scenario, dataset, …
 
     Raises ConfigError for masks of other shapes, and as `trace_sample`.
@@ -64,8 +65,9 @@ def measure_kept_sets(
     known = {"dataset": "prompts", "dtype": str(adapter.dtype).removeprefix("torch."), "device": adapter.device.type}
     fields = {"model": adapter.name, "revision": adapter.revision, "random_weights": adapter.random_weights, **known}
     asked = RunConfig(configs=(*given[0], *beside), samples=len(prompts), **{**fields, **run})
+    known_run = ResolvedRun.of(asked)
     measured = [
-        trace_sample(adapter, prompt, asked, resources, masks) for prompt, masks in zip(prompts, given, strict=True)
+        trace_sample(adapter, prompt, known_run, resources, masks) for prompt, masks in zip(prompts, given, strict=True)
     ]
     told = layer_types.told(adapter.config)
     return Trace.of(asked, measured, {**({MEASURED: told} if told else {}), **(attrs or {})})
@@ -80,13 +82,13 @@ Sets = tuple[tuple[Integers, ...], ...]
 
 @dataclass(frozen=True)
 class Measured:
-    """What kept sets cost.
+    """The loss of kept sets.
 
     Attributes:
         losses: the eviction's, then the controls'.
         protected: first and most recent entries that every kept set holds.
         configs: the eviction's configuration, then the controls'.
-        freed: whether the controls protect less, as nothing else would be left to choose.
+        freed: whether the controls protect less, as the budget would otherwise leave nothing to choose.
     """
 
     losses: tuple[Loss, ...]
@@ -96,23 +98,23 @@ class Measured:
 
 
 def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
-    """First and most recent entries that every kept set of every prompt holds."""
+    """Return how many first and most recent entries every kept set of every prompt holds."""
     firsts, lasts = [], []
     for sets, n in zip(kept, tokens, strict=True):
         for one in (own for layer in sets for own in layer):
-            firsts.append(_run(one))
-            lasts.append(_run(n - 1 - one[::-1]))
+            firsts.append(_prefix_length(one))
+            lasts.append(_prefix_length(n - 1 - one[::-1]))
     return min(firsts, default=0), min(lasts, default=0)
 
 
-def _run(places: Integers) -> int:
-    """How many of 0, 1, 2, … ascending places begin with."""
+def _prefix_length(places: Integers) -> int:
+    """Return the length of the prefix 0, 1, 2, … of ascending positions."""
     ahead = places == np.arange(len(places))
     return len(places) if ahead.all() else int(ahead.argmin())
 
 
 def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> Measured:
-    """Losses, mean over prompts, at the first decoding step."""
+    """Measure the losses, mean over prompts, at the first decoding step."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protection(kept, tokens), _budget(kept, tokens)
     own = external_configuration("audited", budget)
@@ -125,7 +127,7 @@ def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], r
 
 
 def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
-    """Entries of a kept set, the mean over all of a prompt; a share of the prompt where prompts differ in it."""
+    """Return the mean entries of a kept set; a share of the prompt where prompts differ in it."""
     means = [float(np.mean([len(one) for layer in sets for one in layer])) for sets in kept]
     counts = {max(1, round(mean)) for mean in means}
     if len(counts) == 1:
@@ -134,7 +136,7 @@ def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
 
 
 def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
-    """Ours with the same budget and protection, and whether they had to protect less than the eviction."""
+    """Return our configurations of equal budget and protection, and whether they protect less than the eviction."""
     most = budget if isinstance(budget, int) else int(budget * tokens)
     first, recent = protected
     freed = first + max(recent, 1) >= most
@@ -152,7 +154,7 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
 
 
 def _masks(sets: Sets, tokens: int) -> list[Tensor]:
-    """Per layer (kv_head, key)."""
+    """Return a mask (kv_head, key) per layer."""
     masks = []
     for layer in sets:
         mask = torch.zeros(len(layer), tokens, dtype=torch.bool)
@@ -163,11 +165,11 @@ def _masks(sets: Sets, tokens: int) -> list[Tensor]:
 
 
 def _loss(trace: Trace, place: int, name: str) -> Loss:
-    """One configuration's, mean over samples."""
+    """Return one configuration's loss, mean over samples."""
     arrays = trace.arrays
 
     def over(moved: Any, full: Any) -> float:
-        """The mean over samples of one sum over another."""
+        """Return the mean over samples of one sum over another."""
         sums = [np.asarray(one, dtype=np.float64).reshape(len(one), -1).sum(axis=-1) for one in (moved, full)]
         return float(np.mean(sums[0] / sums[1]))
 

@@ -1,6 +1,6 @@
-"""A file of kept positions, as another program leaves it: docs/audit.md has the layout.
+"""Files of kept positions from other programs, and their audit; docs/audit.md has the layout.
 
-A file of kept positions against the masked reference: its logits alone are compared, nothing else is there.
+Of such a file only the logits can be compared with the masked reference.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from perturbkv.user_files import MIB, FileKind, parse_json
 SUFFIXES = (".npz", ".json")
 _FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
 _NO_ARRAYS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
-"""What zipfile and NumPy raise for damaged, encrypted and oversized files, beside ValueError."""
+"""Exceptions of zipfile and NumPy for damaged, encrypted and oversized files, beside ValueError."""
 _KEPT = re.compile(r"layer_(\d+)_head_(\d+)")
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class KeptFile:
-    """Kept positions of one prompt, and what the foreign run decoded, where the file says it.
+    """The kept positions of one prompt, and the foreign run's tokens and logits, where the file has them.
 
     Attributes:
         name: the path.
         kept: per layer and kept set, positions.
-        token_ids: of the prompt; empty where the file leaves it to the data set.
-        tokens: fed one after the other after the prompt; empty: the full run's greedy ones.
+        token_ids: the prompt's; empty where the data set has the prompt.
+        tokens: tokens fed one after the other after the prompt; empty: the full run's greedy ones.
         logits: (step, vocab) after each of them; None where nothing was decoded.
     """
 
@@ -57,7 +57,7 @@ class KeptFile:
     logits: NDArray[np.float64] | None = None
 
     def check(self, layers: int, heads: Sequence[int], tokens: int, vocab: int) -> None:
-        """Raise UnreadableError where the positions cannot be of this model and a prompt of `tokens` entries."""
+        """Raise UnreadableError where the positions do not fit this model and a prompt of `tokens` entries."""
         if len(self.kept) != layers:
             self._refuse(f"it has {len(self.kept)} layers, the model {layers}")
         for layer, sets in enumerate(self.kept):
@@ -85,7 +85,10 @@ class KeptFile:
 
 
 def read(path: Path) -> KeptFile:
-    """The file. Raises ConfigError where it is not there, UnreadableError where it is not as docs/audit.md says."""
+    """Return the file.
+
+    Raises ConfigError where it does not exist, UnreadableError where docs/audit.md is not followed.
+    """
     _FILE.check(path)
     try:
         held = _json(path) if path.suffix == ".json" else _npz(path)
@@ -102,7 +105,7 @@ def read(path: Path) -> KeptFile:
 
 
 def _numbers(name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids. Raises ValueError for anything else, a text or a fraction among them too."""
+    """Return token ids. Raises ValueError for anything else, such as texts and fractions."""
     found = _row(held.get(name, ()), f"as {name}")
     if found.size and found.min() < 0:
         msg = f"expected token ids as {name}, got {found.min()}"
@@ -111,7 +114,7 @@ def _numbers(name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _row(values: Any, what: str) -> NDArray[Any]:
-    """A row of whole numbers, of which true is none. Raises ValueError for anything else."""
+    """Return a row of whole numbers; booleans are none. Raises ValueError for anything else."""
     found = np.asarray(values)
     truths = isinstance(values, list) and any(isinstance(one, bool) for one in values)
     if found.ndim != 1 or truths or (found.size and found.dtype.kind not in "iu"):
@@ -122,7 +125,7 @@ def _row(values: Any, what: str) -> NDArray[Any]:
 
 
 def _logits(held: Any) -> NDArray[np.float64] | None:
-    """(step, vocab), all of them numbers. Raises ValueError or TypeError."""
+    """Return finite logits (step, vocab). Raises ValueError or TypeError."""
     if held is None:
         return None
     found = np.asarray(held)
@@ -140,7 +143,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def _npz(path: Path) -> Mapping[str, Any]:
-    """Arrays `layer_{l}_head_{h}`, every layer and head from 0 on."""
+    """Return the arrays, and the positions of `layer_{l}_head_{h}`, every layer and head from 0 on."""
     arrays = _arrays(path)
     places = {tuple(map(int, found.groups())): name for name in arrays if (found := _KEPT.fullmatch(name))}
     heads = Counter(layer for layer, _ in places)
@@ -152,7 +155,7 @@ def _npz(path: Path) -> Mapping[str, Any]:
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file. Raises ValueError for what is none, and for one that unpacks to more than it may."""
+    """Return the arrays of an .npz file. Raises ValueError for other files, and for one that is too large unpacked."""
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
@@ -167,7 +170,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _positions(values: Any) -> Integers:
-    """Positions, ascending. Raises ValueError for what is no row of whole numbers, or names one twice."""
+    """Return positions, ascending. Raises ValueError for anything but distinct whole numbers."""
     found = _row(values, "per head")
     if len(np.unique(found)) != len(found):
         msg = "a head keeps a position twice"
@@ -176,7 +179,7 @@ def _positions(values: Any) -> Integers:
 
 
 def prompt_of(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
-    """The file's own prompt, or the only one that was given. Raises ConfigError where it is not clear which."""
+    """Return the file's own prompt, or the only one that is given. Raises ConfigError where that is ambiguous."""
     if file.token_ids:
         return Prompt("file", file.token_ids, 0)
     if len(prompts) != 1:
@@ -189,9 +192,9 @@ def prompt_of(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
 
 
 def audited(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> Audited:
-    """What the file keeps, and how far its logits lie from the masked reference's.
+    """Return the file's kept sets, and the distances of its logits from the masked reference's.
 
-    Raises UnreadableError where the positions cannot be of this model and prompt.
+    Raises UnreadableError where the positions do not fit this model and prompt.
     """
     sizes = (adapter.kv_heads, adapter.heads)
     file.check(len(adapter.layers), sizes, len(ids), int(adapter.config.vocab_size))
@@ -203,7 +206,7 @@ def audited(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample
 
 
 def _entries(file: KeptFile, layers: int) -> Entries:
-    """Positions alone: nothing of the entries themselves is known."""
+    """Return the entries' positions alone: nothing else of them is known."""
     shape = (layers, len(file.kept[0]))
     none, zero = np.zeros(shape, dtype=np.int64), np.zeros(shape)
     return Entries(
@@ -214,7 +217,7 @@ def _entries(file: KeptFile, layers: int) -> Entries:
 
 
 def _decoded(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> Decoded:
-    """Logits against the reference's; heads and layers were not seen."""
+    """Compare logits with the reference's; heads and layers are unknown."""
     tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
     fed = reference.greedy(adapter, ids, steps) if tokens is None else tokens
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(fed, 1))
@@ -225,7 +228,7 @@ def _decoded(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps
     return Decoded(
         head=np.full((steps, len(full), adapter.heads), np.nan), head_floor=floors.head.numpy(),
         hidden=np.full((steps, len(full)), np.nan), hidden_floor=floors.hidden.numpy(),
-        logits=np.array([_apart(own, one) for own, one in zip(theirs, seen, strict=True)]),
+        logits=np.array([_logits_distance(own, one) for own, one in zip(theirs, seen, strict=True)]),
         logits_floor=float(floors.logits),
         agrees=np.array([
             bool(own.argmax() == one.logits[0, -1].argmax()) for own, one in zip(theirs, seen, strict=True)
@@ -234,12 +237,12 @@ def _decoded(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps
     )  # fmt: skip
 
 
-def _apart(own: Tensor, seen: Seen) -> float:
-    return float(reference.logits_apart(own.unsqueeze(0), seen.logits[0]))
+def _logits_distance(own: Tensor, seen: Seen) -> float:
+    return float(reference.logits_distance(own.unsqueeze(0), seen.logits[0]))
 
 
 def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:
-    """Per pass and layer (1, kept_head, entry): the file's positions, and what was decoded since."""
+    """Return per pass and layer a mask (1, kept_head, entry): the file's positions, and everything decoded since."""
     found = []
     for step in range(len(single.chunks)):
         layers = []

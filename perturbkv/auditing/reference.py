@@ -1,6 +1,7 @@
-"""The plain model: reading prompts, decoding with a mask of exactly the kept entries, and what rounding alone shows.
+"""The masked reference: the plain model decodes with a mask of exactly the kept entries.
 
-What a forward pass hands to the attention and gets from it, whoever's cache it decodes from.
+Forward passes are recorded at the attention, whoever's cache they decode from; noise floors are the distances that
+rounding alone makes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from perturbkv.models.families import check_plain
 from perturbkv.pipeline.sample.capture import AttentionFunction, Observer, capture, intercept_attention
 
 Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
-"""`(layer, stock, module, args, kwargs)`: what runs in place of the model's attention."""
+"""`(layer, stock, module, args, kwargs)`: the function that replaces the model's attention."""
 
 
 @dataclass
 class Seen:
-    """One forward pass of a batch; layer → tensor, nothing for layers whose attention was not the model's own.
+    """A record of one forward pass of a batch: layer → tensor, without layers whose attention was not the model's own.
 
     Attributes:
         query: after RoPE (row, head, new, d_head).
@@ -38,9 +39,9 @@ class Seen:
         head_output: before the output projection (row, new, head, d_head).
         hidden: residual stream after the layer (row, new, d_model).
         logits: (row, new, vocab).
-        entries: how many the attention got, those of the new tokens with them.
-        hidden_keys: entries that kvpress hides from the attention, which gets them all the same: row, head and place
-            of each (`masked_key_indices`).
+        entries: number of entries that the attention got, the new tokens' included.
+        hidden_keys: entries that kvpress hides from the attention, which gets them all the same: row, head and index of
+            each (`masked_key_indices`).
     """
 
     query: dict[int, Tensor] = field(default_factory=dict)
@@ -54,29 +55,29 @@ class Seen:
     hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
 
     def whole(self, layers: int) -> bool:
-        """Whether the attention of every layer was seen."""
+        """Return whether the attention of every layer was recorded."""
         return len(self.head_output) == layers
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the new tokens (row, kept_head, new, d_head)."""
+        """Return keys and values of the new tokens (row, kept_head, new, d_head)."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, -new:], self.value[layer][:, :, -new:]
 
     def before(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of everything before the new tokens."""
+        """Return keys and values of all entries before the new tokens."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, :-new], self.value[layer][:, :, :-new]
 
     def forget_entries(self) -> None:
-        """Keep keys and values of the new tokens alone: all together are as large as the cache."""
+        """Drop all keys and values but the new tokens', as they are as large as the cache."""
         for layer in self.key:
             own = self.own(layer)
             self.key[layer], self.value[layer] = own[0].clone(), own[1].clone()
 
 
 @contextmanager
-def observed(adapter: Adapter, seen: Seen, attend: Attend | None = None) -> Iterator[None]:
-    """Fill `seen` by the forward pass inside the block; `attend` runs in place of the model's attention."""
+def record_pass(adapter: Adapter, seen: Seen, attend: Attend | None = None) -> Iterator[None]:
+    """Record the forward pass inside the block in `seen`; `attend` replaces the model's attention."""
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = adapter.layer_of(module)
@@ -95,7 +96,7 @@ def observed(adapter: Adapter, seen: Seen, attend: Attend | None = None) -> Iter
 
 
 def masked(kept: Sequence[Bool[Tensor, "row kept_head entry"]], reverse: bool = False) -> Attend:
-    """Attention that shows each head exactly what it keeps of the entries before the new tokens, and those causally.
+    """Return an attention in which each head sees the entries that it keeps, and causally the new tokens.
 
     With `reverse` entries come in the opposite order, which makes no difference but in rounding.
     """
@@ -118,7 +119,7 @@ def _shown(kept: Bool[Tensor, "row kept_head entry"], heads: int, new: int) -> B
 
 
 def visible(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
-    """Which entries each new token sees by the mask that its attention got; None where it sees all before it."""
+    """Return which entries each new token sees by its attention's mask; None where it sees all before it."""
     if mask is None:
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -126,7 +127,7 @@ def visible(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row he
 
 
 def sees_later(seen: Seen) -> bool:
-    """Whether the mask of a block lets a token see those behind it."""
+    """Return whether the mask of a block lets a token see later ones."""
     new = seen.query[0].shape[2]
     for layer, mask in seen.mask.items():
         allowed = visible(mask, seen.entries[layer], new)
@@ -138,7 +139,7 @@ def sees_later(seen: Seen) -> bool:
 
 
 def hides(seen: Seen) -> bool:
-    """Whether the mask of a block hides an entry from a token that another one sees, or itself from itself."""
+    """Return whether the mask of a block hides an entry from a token that another one sees, or a token from itself."""
     new = seen.query[0].shape[2]
     for layer, mask in seen.mask.items():
         entries = seen.entries[layer]
@@ -159,7 +160,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Distance:
-    """Relative distances of one row of one forward pass, the largest over its tokens.
+    """Relative distances in one row of one forward pass, the maximum over its tokens.
 
     Attributes:
         head: before the output projection.
@@ -177,7 +178,7 @@ class Floors:
     """Relative distances that rounding alone makes (METHOD: protocol, 4): never below the dtype's epsilon.
 
     Attributes:
-        head, hidden, logits: as in `Distance`, of a layer's heads the largest.
+        head, hidden, logits: as in `Distance`, the maximum over a layer's heads.
     """
 
     head: Float[Tensor, " layer"]
@@ -187,14 +188,14 @@ class Floors:
 
 @dataclass(frozen=True)
 class EntryFloors:
-    """The same of entries, over the root mean square norm of a head's: what another way of reading a prompt shows."""
+    """Noise floors of entries, over the root mean square norm of a head's, from reading the prompt in two parts."""
 
     key: Float[Tensor, " layer"]
     value: Float[Tensor, " layer"]
 
 
 def check(adapter: Adapter) -> None:
-    """Raise ModelError unless every layer's attention takes a mask per head, of all entries."""
+    """Raise ModelError unless every layer's attention takes a mask per head, over all entries."""
     check_plain(adapter.config, adapter.name, "an audit")
     name = adapter.config._attn_implementation
     if name != _KERNEL:
@@ -203,7 +204,7 @@ def check(adapter: Adapter) -> None:
 
 
 def read(adapter: Adapter, situation: Situation) -> Layers:
-    """Keys and values of every layer after the plain model has read the prompts."""
+    """Return keys and values of every layer after the plain model has read the prompts."""
     cache = DynamicCache()
     padded = {} if bool(situation.attention_mask.all()) else {
         "attention_mask": situation.attention_mask, "position_ids": situation.prompt_positions()
@@ -213,7 +214,7 @@ def read(adapter: Adapter, situation: Situation) -> Layers:
 
 
 def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
-    """What the model itself goes on with."""
+    """Return the model's own greedy continuation."""
     cache, fed, found = DynamicCache(), ids.unsqueeze(0), []
     for _ in range(count):
         logits = adapter.model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -225,14 +226,14 @@ def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tens
 def decode(
     adapter: Adapter, full: Layers, situation: Situation, kept: Sequence[Sequence[Tensor]], reverse: bool = False
 ) -> Iterator[Seen]:
-    """Forward passes from the full cache; `kept` are per pass and layer masks (row, kept_head, entry)."""
+    """Yield forward passes from the full cache; `kept` are per pass and layer masks (row, kept_head, entry)."""
     cache = _filled(full)
     for chunk in range(len(situation.chunks)):
         yield _forward(adapter, cache, situation, chunk, masked(kept[chunk], reverse))
 
 
 def _plain(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[Seen]:
-    """Forward passes as the model makes them without a mask of ours: only padding is hidden."""
+    """Yield the model's forward passes without our masks: only padding is hidden."""
     cache, seen = _filled(full), situation.attention_mask
     for chunk, tokens in enumerate(situation.chunks):
         seen = torch.cat([seen, seen.new_ones(situation.rows, len(tokens))], dim=-1)
@@ -243,7 +244,7 @@ def _forward(
     adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend | None, mask: Tensor | None = None
 ) -> Seen:
     seen = Seen()
-    with observed(adapter, seen, attend):
+    with record_pass(adapter, seen, attend):
         seen.logits = adapter.model(
             input_ids=situation.fed(chunk), position_ids=situation.positions(chunk), past_key_values=cache,
             use_cache=True, attention_mask=mask,
@@ -258,8 +259,8 @@ def _filled(full: Layers) -> DynamicCache:
     return cache
 
 
-def everything(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
-    """Per forward pass and layer the mask of a run that keeps everything but padding."""
+def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
+    """Return per forward pass and layer the mask of a run that keeps everything but padding."""
     found, mask = [], situation.attention_mask.bool()
     for tokens in situation.chunks:
         found.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
@@ -268,11 +269,11 @@ def everything(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "ro
 
 
 def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
-    """What runs that keep everything show of each other: without mask, with one, and with one in the opposite order.
+    """Return the differences between runs that keep everything: without mask, with one, and in the opposite order.
 
-    The largest of all heads, rows and passes; a layer's is never below those before it, as rounding goes on.
+    The maximum over all heads, rows and passes; a layer's is never below those before it, as rounding accumulates.
     """
-    whole, layers, least = everything(situation, full), len(full), torch.finfo(adapter.dtype).eps
+    whole, layers, least = full_masks(situation, full), len(full), torch.finfo(adapter.dtype).eps
     runs = zip(
         _plain(adapter, full, situation),
         decode(adapter, full, situation, whole),
@@ -291,30 +292,30 @@ def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
 
 
 def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> EntryFloors:
-    """How far entries move where the prompt is read in two parts instead of at once, as `full` was."""
+    """Return how far entries move where the prompt is read in two parts instead of at once, as `full` was."""
     cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
     for part in (ids[:middle], ids[middle:]):
         adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
     apart = [
-        [_apart(one[0], other[0]).cpu() for one, other in zip((layer.keys, layer.values), kinds, strict=True)]
+        [_entry_distance(one[0], other[0]).cpu() for one, other in zip((layer.keys, layer.values), kinds, strict=True)]
         for layer, kinds in zip(cache.layers, full, strict=True)
     ]
     key, value = (torch.stack([layer[kind] for layer in apart]).clamp(min=least) for kind in (0, 1))
     return EntryFloors(key.cummax(dim=0).values, value.cummax(dim=0).values)
 
 
-def _apart(one: Float[Tensor, "kv_head entry d_head"], other: Float[Tensor, "kv_head entry d_head"]) -> Tensor:
-    """The largest distance of an entry, over the root mean square norm of its head's."""
+def _entry_distance(one: Float[Tensor, "kv_head entry d_head"], other: Float[Tensor, "kv_head entry d_head"]) -> Tensor:
+    """Return the largest distance of an entry, over the root mean square norm of its head's."""
     unit = other.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
     apart: Tensor = torch.linalg.vector_norm(one.float() - other.float(), dim=-1) / unit
     return apart.amax()
 
 
 def compare(found: Seen, reference: Seen, row: int, layers: int) -> Distance:
-    """How far a forward pass lies from the reference's in one row.
+    """Return the distances of a forward pass from the reference's in one row.
 
-    A head is measured against its own length or the layer's root mean square one, whichever is more: rounding of what
-    it mixes does not shrink where the mixture nearly cancels.
+    A head is measured against its own length or the layer's root mean square one, whichever is larger: rounding of the
+    values does not shrink where their weighted sum nearly cancels.
     """
     heads, hidden = [], []
     for layer in range(layers):
@@ -324,22 +325,22 @@ def compare(found: Seen, reference: Seen, row: int, layers: int) -> Distance:
         apart = torch.linalg.vector_norm(found.head_output[layer][row].double() - outputs, dim=-1)
         heads.append((apart / torch.maximum(length, usual).clamp(min=_TINY)).amax(dim=0))
         hidden.append(_relative(found.hidden[layer][row], reference.hidden[layer][row]))
-    return Distance(torch.stack(heads), torch.stack(hidden), logits_apart(found.logits[row], reference.logits[row]))
+    return Distance(torch.stack(heads), torch.stack(hidden), logits_distance(found.logits[row], reference.logits[row]))
 
 
 def _relative(one: Float[Tensor, "new column"], other: Float[Tensor, "new column"]) -> Tensor:
-    """Distance over length, the largest over the new tokens."""
+    """Return the distance over the length, the maximum over the new tokens."""
     length = torch.linalg.vector_norm(other.double(), dim=-1).clamp(min=_TINY)
     apart: Tensor = torch.linalg.vector_norm(one.double() - other.double(), dim=-1) / length
     return apart.amax()
 
 
-def logits_apart(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:
-    """Of logits less their mean, at the last tokens that both have."""
+def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:
+    """Return the relative distance of logits less their mean, at the last tokens that both have."""
     centred = [logits.double() - logits.double().mean(dim=-1, keepdim=True) for logits in (one, other[-len(one) :])]
     return _relative(centred[0], centred[1])
 
 
 def with_padding_counted(situation: Situation) -> Situation:
-    """The same where positions are counted from the padding on, as plain calls of a model count them."""
+    """Return the situation with positions counted from the padding on, as plain calls of a model count them."""
     return replace(situation, counts_padding=True)

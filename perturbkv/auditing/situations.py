@@ -1,4 +1,4 @@
-"""What is read and decoded: a prompt alone, with a block of tokens after it, or in a left-padded batch."""
+"""Situations of an audit: a prompt alone, with a block of tokens after it, or in a left-padded batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 BLOCK = 8
 _SHORTER = 8
-"""The second prompt of a batch is the first one without the first of this many parts."""
+"""The second prompt of a batch is the first one without the first of this many equal parts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class Situation:
     Attributes:
         name: a key of `SITUATIONS`.
         ids: prompts, padded on the left.
-        attention_mask: 0 where there is padding.
+        attention_mask: 0 at padding.
         chunks: tokens of each forward pass after the eviction, the same in every row.
         counts_padding: whether positions were counted from the padding on: first 0, padding or not.
     """
@@ -34,41 +34,41 @@ class Situation:
 
     @property
     def rows(self) -> int:
-        """Prompts."""
+        """The number of prompts."""
         return len(self.ids)
 
     @property
     def padding(self) -> list[int]:
-        """Entries before each prompt."""
+        """The number of padding entries before each prompt."""
         return [int(count) for count in (self.attention_mask == 0).sum(dim=-1)]
 
     @property
     def entries(self) -> int:
-        """Of the full cache, padding included."""
+        """The number of entries of the full cache, padding included."""
         return self.ids.shape[1]
 
     def prompt_positions(self) -> Int[Tensor, "row token"]:
-        """Where the prompts' tokens stand."""
+        """Return the positions of the prompts' tokens."""
         if self.counts_padding:
             return torch.arange(self.entries, device=self.ids.device).expand(self.rows, -1)
         return (self.attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Where the tokens of a forward pass stand: n, n + 1, … in each row."""
+        """Return the positions of a forward pass's tokens: n, n + 1, … in each row."""
         before = sum(len(tokens) for tokens in self.chunks[:chunk])
         new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
         return self.prompt_positions()[:, -1:] + 1 + before + new
 
     def fed(self, chunk: int) -> Int[Tensor, "row new"]:
-        """The tokens of a forward pass."""
+        """Return the tokens of a forward pass."""
         return self.chunks[chunk].expand(self.rows, -1)
 
 
 def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"], steps: int) -> Situation:
-    """The prompt in a situation, `steps` forward passes after it.
+    """Return a prompt in a situation, followed by `steps` forward passes.
 
-    In a batch the second row is the prompt without its first eighth: one prompt is enough for an audit, and every
-    budget that fits the first fits the second nearly.
+    In a batch the second row is the prompt without its first eighth: one prompt is enough for an audit, and nearly
+    every budget that fits the first fits the second.
     """
     first = BLOCK if name == "block" else 1
     chunks = tuple(torch.split(tokens[: first + steps - 1], [first, *[1] * (steps - 1)]))
@@ -81,10 +81,10 @@ def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"]
 
 
 def _padded(ids: Int[Tensor, " token"], cut: int) -> Int[Tensor, " token"]:
-    """The prompt without its first tokens, another token of it in their place: which one must make no difference."""
+    """Return the prompt, its first tokens replaced by another token of it: which one must make no difference."""
     return torch.cat([ids[-1:].expand(cut), ids[cut:]])
 
 
-def needed(steps: int, names: Sequence[str]) -> int:
-    """Tokens that the longest situation decodes."""
+def token_count(steps: int, names: Sequence[str]) -> int:
+    """Return the number of tokens that the longest situation decodes."""
     return steps + (BLOCK - 1 if "block" in names else 0)

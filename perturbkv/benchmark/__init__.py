@@ -1,5 +1,5 @@
-"""What measuring costs and what evicting saves, as ratios within one run.
+"""The benchmark: the cost of measuring and the savings of evicting, as ratios within one run.
 
-`rows` says what is measured and what is to be reached, and sets two such runs side by side; it imports no torch.
-`suite` measures in processes that do the `work`.
+`rows` has the rows and their targets, and compares two runs; it imports no torch. `suite` measures in processes that
+run `work`.
 """

@@ -1,4 +1,4 @@
-"""Measuring what a run of thousands of samples takes beside their measuring: which process gives which ratios."""
+"""Rows on runs of thousands of samples: the cost of workers, coordination and merging, beside measuring."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WORKERS, _SHARDS, _FEW = 8, 7, 10
 _MOST = 100_000
 """Samples: as many as a run may have."""
 _PAUSE = 0.3
-"""Seconds of a sample that sleeps."""
+"""Seconds that a worker sleeps per sample."""
 _SLEPT, _MEASURED = 40, 3
-"""Samples at most of each worker, in one turn."""
+"""Samples per worker in one turn, at most: sleeping and measured ones."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is asked for: `samples` of the longest runs; what is timed in turns, is so `repeats` times."""
+    """The benchmark's options: `samples` of the longest runs, and `repeats` of everything that is timed in turns."""
 
     model: str = DEFAULT
     samples: int = 10_000
@@ -43,14 +43,17 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """All rows asked for; `finished` gets each group's name. A row whose process fails says why; the others go on."""
+    """Measure the rows of these targets; `finished` gets each group's name.
+
+    A row whose process fails has the reason; the others are measured.
+    """
     with tempfile.TemporaryDirectory(prefix="perturbkv-scale-") as folder:
         groups = list(_groups(_Rows(settings, folder), {target.name for target in targets}))
         return reported(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
 
 
 def groups(settings: Settings) -> int:
-    """How many groups `measure` goes through."""
+    """Return the number of groups that `measure` goes through."""
     return len(list(_groups(_Rows(settings, ""), set())))
 
 
@@ -71,14 +74,14 @@ class _Rows:
         self._sample: Result = {}
 
     def scaling(self, engine: str) -> Found:
-        """Sleepers: as many times the samples of one in the same time, at best."""
+        """Return the speed-up of sleeping workers over their number: at best 1."""
         each = min(_SLEPT, max(1, self._settings.samples // _WORKERS))
         found = self._speed_up(engine, _WORKERS, each, _PAUSE)
         value = statistics.median(_ratios(found["one"], found["all"]))
         return {f"scale-{engine}": (value, {**found, "pause": _PAUSE})}
 
     def two_workers(self) -> Found:
-        """Real measuring; with loading the seconds until the workers are ready count."""
+        """Return the speed-up of two measuring workers; `with_loading` includes the seconds until they are ready."""
         each = min(_MEASURED, self._settings.samples)
         found = self._speed_up("workers", 2, each, None)
         loading = {name: [one + found["ready"][name] for one in found[name]] for name in ("one", "all")}
@@ -87,7 +90,7 @@ class _Rows:
                                 {**found, "with_loading": whole})}  # fmt: skip
 
     def coordination(self, engine: str) -> Found:
-        """Milliseconds of the process's CPU per sample, journal and all; what passes is the disk's, too."""
+        """Return the process's CPU milliseconds per sample, with the journal; wall time includes the disk's."""
         found = self._coordinating(engine, self._settings.samples)
         per_sample = {
             name: {kind: 1000 * spent / self._settings.samples for kind, spent in found[name].items()}
@@ -96,7 +99,7 @@ class _Rows:
         return {f"coordination-{engine}": (per_sample["writing"]["cpu"], {**found, "ms_per_sample": per_sample})}
 
     def workers(self, names: set[str]) -> Found:
-        """The row of worker processes; and of the memory that it took, where that is asked for."""
+        """Return the row of worker processes, and that of the coordinator's memory where it is asked for."""
         found = self.coordination("workers")
         if "coordinator-memory" in names:
             _, many = found["coordination-workers"]
@@ -106,7 +109,7 @@ class _Rows:
         return found
 
     def merging(self, names: set[str]) -> Found:
-        """Shards joined into a file; of what it reads again, the memory of a run of few samples tells."""
+        """Return the rows of merging shards; its memory is compared with that of a run of few samples."""
         self._measure_one()
         many = self._process("merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names)
         found: Found = {}
@@ -120,21 +123,21 @@ class _Rows:
         return found
 
     def _few(self) -> int:
-        """Samples of a run that many are held against: never as many."""
+        """Return the number of samples of the small run that the large one is compared with."""
         return max(1, min(_FEW, self._settings.samples // 10))
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
         if pause is not None:
             self._measure_one()
         turns = {"each": each, "repeats": self._settings.repeats}
-        return self._on(engine, "speed_up", workers=workers, pause=pause, **turns) | turns
+        return self._run_engine(engine, "speed_up", workers=workers, pause=pause, **turns) | turns
 
     def _coordinating(self, engine: str, samples: int) -> Result:
         sample = self._measure_one()  # which the workers answer with
-        return self._on(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
+        return self._run_engine(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
 
-    def _on(self, engine: str, work: str, **arguments: Any) -> Result:
-        """What a process finds; Ray's reaches no network where that can be, so that it joins nobody's cluster."""
+    def _run_engine(self, engine: str, work: str, **arguments: Any) -> Result:
+        """Return a process's result; Ray's runs without network where possible, so that it joins no cluster."""
         if engine == "ray" and find_spec("ray") is None:
             raise ConfigError(NO_RAY)
         before = without_network() if engine == "ray" else ()
@@ -146,7 +149,7 @@ class _Rows:
         return self._sample
 
     def _process(self, work: str, **arguments: Any) -> Result:
-        """What a process finds, and how long it took in all."""
+        """Return a process's result, and its seconds in all."""
         start = time.perf_counter()
         found = in_process(work, model=self._settings.model, folder=self._folder, **arguments)
         return {**found, "wall": time.perf_counter() - start}

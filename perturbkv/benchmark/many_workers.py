@@ -1,8 +1,6 @@
-"""What the benchmark's processes do about workers: runs like the demo's, carried out by crews and clocked.
+"""Work of the benchmark's processes on workers: timed runs of sleeping or measuring crews, and merging of shards.
 
-What workers are given to do where not the measuring counts but all that is around it.
-
-Shards of a run of many samples, which are not measured but written, and the same samples written once.
+Shards of a run of many samples are written without measuring, and so are the same samples in one file.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ import torch
 
 from perturbkv.benchmark.subprocesses import Result, peak
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import EngineConfig, Resources
-from perturbkv.configs.run import Shard
+from perturbkv.configs.resources import Resources, Workers
+from perturbkv.configs.run import Settings, Shard
 from perturbkv.datasets.prompts import load
 from perturbkv.engines import ray as actors
 from perturbkv.engines.processes import Processes
@@ -35,7 +33,7 @@ from perturbkv.engines.work_items import Part, measuring
 from perturbkv.engines.worker import Do, Models, ModelSpec, Place, Task
 from perturbkv.errors import PerturbkvError, WorkerError
 from perturbkv.models.loading import open_model, pick_dtype
-from perturbkv.pipeline.run.plan import Placement, Plan, Settings, plan
+from perturbkv.pipeline.run.plan import Placement, Plan, plan
 from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_to_file
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
@@ -49,34 +47,34 @@ from perturbkv.trace import FailedSample, SampleTrace
 _LONGEST = 300.0
 """Seconds until all workers have to be ready."""
 _CALLED = 0.1
-"""Seconds that a worker keeps to itself what it answers: long enough for the others to be asked, too."""
+"""Seconds by which a worker delays its answer, so that the others get an item too."""
 
 
 @dataclass(frozen=True)
 class Sleeping:
-    """Sleep instead of measuring, and answer with a sample that was measured before, under the item's name.
+    """The task of sleeping instead of measuring; the answer is a sample measured before, under the item's id.
 
     Attributes:
-        seconds: of every item.
-        sample: as large as a measured one.
+        seconds: seconds per item.
+        sample: a sample of the size of a measured one.
     """
 
     seconds: float
     sample: SampleTrace
 
     def prepare(self, models: Models) -> Do:
-        """No model; one item is a `Part`."""
+        """Return the function that sleeps for a `Part`; no model is loaded."""
 
-        def slept(part: Part) -> SampleTrace:
+        def sleeping_answer(part: Part) -> SampleTrace:
             time.sleep(self.seconds)
             return replace(self.sample, sample_id=part.prompt.prompt().sample_id)
 
-        return slept
+        return sleeping_answer
 
 
 @dataclass(frozen=True)
 class _RollCall:
-    """Load what a task needs, and say who did."""
+    """The task of loading what another task needs, and returning the process's id."""
 
     task: Task
 
@@ -91,21 +89,21 @@ class _RollCall:
 
 
 def until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
-    """Seconds until so many workers are there, with all that a task needs loaded.
+    """Return the seconds until `workers` workers are ready, with everything loaded that a task needs.
 
     Raises WorkerError where they are not within five minutes, or end.
     """
     start, call, there = time.perf_counter(), _RollCall(task), set[int]()
     while len(there) < workers:
         there.clear()
-        scheduler.run(Work(call, [1] * workers, lambda item: item, lambda item, who: there.add(who), _given_up))
+        scheduler.run(Work(call, [1] * workers, lambda item: item, lambda item, who: there.add(who), _raise_failure))
         if time.perf_counter() - start > _LONGEST:
             msg = f"expected {workers} workers within {_LONGEST:g} seconds, got {len(there)}; end what else runs here"
             raise WorkerError(msg)
     return time.perf_counter() - start
 
 
-def _given_up(item: int, why: str) -> None:
+def _raise_failure(item: int, why: str) -> None:
     raise WorkerError(why)
 
 
@@ -114,8 +112,8 @@ _PLACE = Place("cpu", threads=1)
 _SAMPLE = "sample"
 
 
-def planned(model: str, samples: int) -> Plan:
-    """The demo's run of so many samples, which share one prompt: to make ten thousand would be most of the time."""
+def demo_plan(model: str, samples: int) -> Plan:
+    """Return the demo's run of `samples` samples, which share one prompt, as making prompts would take too long."""
     files = open_model(model)
     demo = load("needle", files.tokenizer, samples=1, positions=int(files.config.max_position_embeddings))
     named = tuple(replace(demo[0], sample_id=f"{number:05}") for number in range(samples))
@@ -125,10 +123,10 @@ def planned(model: str, samples: int) -> Plan:
 
 
 def one_sample(model: str, folder: str) -> Result:
-    """Measure a sample of the demo and keep it for those that sleep; its bytes in a journal, and seconds."""
-    ready = planned(model, 1)
+    """Measure a sample of the demo and store it for sleeping workers; return its bytes in a journal, and seconds."""
+    ready = demo_plan(model, 1)
     adapter, start = ready.model(), time.perf_counter()
-    sample = trace_sample(adapter, ready.prompts[0], ready.run)
+    sample = trace_sample(adapter, ready.prompts[0], ready.resolved)
     spent, journal = time.perf_counter() - start, Journal(Path(folder) / _SAMPLE)
     journal.begin(ready.run)
     kept = journal.append(sample, ready.run.labels())
@@ -136,18 +134,18 @@ def one_sample(model: str, folder: str) -> Result:
 
 
 def kept_sample(folder: str) -> SampleTrace:
-    """What `one_sample` kept."""
+    """Return the sample that `one_sample` stored."""
     (kept,) = Journal(Path(folder) / _SAMPLE).entries()
     return SampleTrace(kept.sample_id, kept.arrays())
 
 
 class Clocked:
-    """An engine of workers that notes what each of its runs takes.
+    """An engine of workers that records the time of each of its runs.
 
     Args:
-        crew: who measures.
-        plan: one of the runs that are to come.
-        task: what is done instead of measuring; None: nothing is.
+        crew: the workers.
+        plan: one of the runs that will be measured.
+        task: the task that replaces measuring; None: measuring.
     """
 
     def __init__(self, crew: Crew, plan: Plan, task: Task | None = None) -> None:
@@ -158,7 +156,7 @@ class Clocked:
         self.ready = until_ready(self._scheduler, task or real, len(crew.places))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """As `Spread`; `spent` gets the seconds that passed and those of this process's CPU."""
+        """Measure as `Spread` does; `spent` gets the wall seconds and this process's CPU seconds."""
         work = measuring(planned, self._model, missing, finished, 1)
         start, used = time.perf_counter(), time.process_time()
         self._scheduler.run(replace(work, task=self._task or work.task))
@@ -167,15 +165,15 @@ class Clocked:
 
 @contextmanager
 def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
-    """Crews of so many workers, of one thread each; Ray's are on one node, which is started here.
+    """Yield crews of these sizes, one thread per worker; Ray's are on one node, which is started here.
 
-    They may be more than there are cores: Ray is told that they take none.
+    There may be more workers than cores: Ray is told that they take none.
     """
     made: list[Crew]
     with ExitStack() as stack:
         if engine == "ray":
-            chosen = EngineConfig(engine, workers=sum(sizes), ray_address="local")
-            ray = stack.enter_context(actors.joined_ray(chosen))
+            chosen = Workers(engine, workers=sum(sizes), ray_address="local")
+            ray = stack.enter_context(actors.connect_ray(chosen))
             seat = Seat(_PLACE, actors.nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
             made = [actors.Actors(ray, [seat] * size) for size in sizes]
         else:
@@ -188,11 +186,11 @@ def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
 def speed_up(
     engine: str, workers: int, each: int, repeats: int, model: str, folder: str, pause: float | None
 ) -> Result:
-    """Seconds of one worker with `each` samples, and of so many with as many each, in turns; and until all are ready.
+    """Return the seconds of one worker and of all, with `each` samples per worker, and until they are ready.
 
-    `pause` is what a sample takes that sleeps; None: it is measured.
+    `pause`: seconds that a worker sleeps per sample; None: it measures. The two are timed in turns.
     """
-    runs = {1: planned(model, each), workers: planned(model, each * workers)}
+    runs = {1: demo_plan(model, each), workers: demo_plan(model, each * workers)}
     task = None if pause is None else Sleeping(pause, kept_sample(folder))
     with crews(engine, list(runs)) as made:
         engines = [Clocked(crew, run, task) for crew, run in zip(made, runs.values(), strict=True)]
@@ -208,13 +206,12 @@ def speed_up(
 
 
 def coordinating(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
-    """What so many samples take of the process that gives them out to workers that answer at once.
+    """Return the time and memory that a run takes of the coordinating process, its workers answering at once.
 
-    `handing` is without keeping what they answer, `writing` with a journal, `finishing` the trace's file out of it:
-    seconds that passed, and those of this process's CPU. `ready` is until the workers are, `peak` the most bytes of
-    this process.
+    `handing` is without storing the answers, `writing` with a journal, `finishing` the trace's file from it: wall
+    seconds and this process's CPU seconds. `ready` is until the workers are, `peak` the peak bytes of this process.
     """
-    run, found = planned(model, samples), Result()
+    run, found = demo_plan(model, samples), Result()
 
     def work() -> None:
         with crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as beside:
@@ -228,7 +225,7 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
 
 
 def _into_file(run: Plan, engine: Clocked, path: Path) -> dict[str, float]:
-    """A whole run; what the file takes after the journal."""
+    """Measure a whole run into a file; return the seconds of the file after the journal."""
     with Lock(path) as lock:
         writer = TraceWriter(path, run.run, run.prompts.ids, {})
 
@@ -246,22 +243,22 @@ _MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
 
 
 def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
-    """Seconds of merging so many shards, and the bytes of the process that does; of writing their samples, and `once`.
+    """Return the seconds and peak bytes of merging shards, with `once` also the seconds of writing the samples once.
 
-    `journals` is what the shards' journals take, `once` the file of a run that has one, of the same entries.
+    `journals`: seconds of the shards' journals, `once`: of the file of a run with one journal of the same entries.
     """
-    run, place = planned(model, samples), Path(folder) / f"merging-{samples}"
+    run, place = demo_plan(model, samples), Path(folder) / f"merging-{samples}"
     place.mkdir()
     start = time.perf_counter()
     _write_shards(run, shards, place / "merged.h5", folder)
     found: Result = {"journals": time.perf_counter() - start}
     if once:
-        found["once"] = _written_once(run, place)
-    return found | {"merging": _merged(place / "merged.h5")}
+        found["once"] = _time_single_file(run, place)
+    return found | {"merging": _time_merge(place / "merged.h5")}
 
 
 def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
-    """Journals of all shards, with the text of the prompt, which all samples share."""
+    """Write the journals of all shards, with the text of the prompt, which all samples share."""
     text = PromptTexts(run.prompts, run.files.tokenizer.decode)[run.prompts[0].sample_id]
     sample, texts = kept_sample(folder), dict.fromkeys(run.prompts.ids, text)
     for number in range(1, count + 1):
@@ -272,8 +269,8 @@ def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
         writer.finish()
 
 
-def _written_once(run: Plan, place: Path) -> float:
-    """Seconds of the file of a run without shards, whose journal has the shards' own files."""
+def _time_single_file(run: Plan, place: Path) -> float:
+    """Return the seconds of the file of a run without shards, whose journal has the shards' own files."""
     path = place / "once.h5"
     journal = Journal(journal_path(path))
     journal.begin(run.run)
@@ -286,8 +283,8 @@ def _written_once(run: Plan, place: Path) -> float:
     return time.perf_counter() - start
 
 
-def _merged(path: Path) -> dict[str, Any]:
-    """Seconds and bytes of merging. Raises PerturbkvError where its process fails."""
+def _time_merge(path: Path) -> dict[str, Any]:
+    """Return the seconds and peak bytes of merging. Raises PerturbkvError where its process fails."""
     finished = subprocess.run([*_MERGING, str(path)], capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         lines = finished.stderr.strip().splitlines() or ["no message"]

@@ -1,8 +1,6 @@
 """Merging shards in a process without torch, as `perturbkv merge` does: `python -m perturbkv.benchmark.merging TRACE`.
 
-It prints seconds, and the most bytes that the process had, as JSON.
-
-What the system says of this process's memory; imports no torch.
+It prints seconds and the process's peak bytes as JSON; this module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from perturbkv.storage.run.joining import join
 
 
 def process_bytes(field: str) -> int:
-    """VmRSS, what the process has now, or VmHWM, the most that it had; where there is no proc(5), the most."""
+    """Return VmRSS, the process's current bytes, or VmHWM, its peak; without proc(5) always the peak."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))
@@ -26,14 +24,14 @@ def process_bytes(field: str) -> int:
 
 
 def forget_peak() -> None:
-    """Linux: forget the peak that came before, such as the loading's (proc(5), clear_refs)."""
+    """Reset the peak on Linux, so that loading does not count (proc(5), clear_refs)."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")
 
 
 def main(path: Path) -> None:
-    """Join the shards beside a trace to be."""
+    """Merge the shards beside a trace's path."""
     start = time.perf_counter()
     join(path)
     told = {"seconds": time.perf_counter() - start, "peak": process_bytes("VmHWM")}

@@ -1,8 +1,6 @@
-"""Measuring a report: how large its page is, how soon it is there, and how fast it follows a choice.
+"""Rows on a report: the size of its page, its loading time in headless Chromium, and how fast it follows a choice.
 
-A report in headless Chromium: when it is painted, when it can be used, and how long a change of choice takes.
-
-Traces of any size that nobody measured: numbers of plausible spread, kept sets that share most of their entries.
+The pages show synthetic traces of any size: numbers of plausible spread, kept sets that share most of their entries.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _ARGUMENTS = (
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 _LONGEST = 60.0
-"""Seconds that a page may take until it is there."""
+"""Timeout in seconds for the page to load."""
 _PARTS = ("verdict", "map", "prompt")
 """Parts of the page that are on the screen while its choices change, one after the other."""
 _PAINTED = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
@@ -56,33 +54,33 @@ _CHOOSE = """([name, place]) => {
 
 
 def first_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds from opening the file until the first paint and until choices can be made, each time in a new window.
+    """Return the seconds from opening the file until the first paint and until choices can be made, in new windows.
 
-    Raises ConfigError where there is no browser, PerturbkvError where the page does not come.
+    Raises ConfigError where there is no browser, PerturbkvError where the page does not load.
     """
     found: dict[str, list[float]] = {"paint": [], "ready": []}
     with _chromium() as browser:
         for _ in range(repeats):
-            page = _opened(browser, path)
+            page = _open(browser, path)
             for name, asked in (("paint", _PAINTED), ("ready", _READY)):
-                found[name].append(_waited(page, asked) / 1000)
+                found[name].append(_wait(page, asked) / 1000)
             page.context.close()
     return found
 
 
 def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds that each change of choice took, by what was changed and what was on the screen.
+    """Return the seconds of each change of choice, by the choice and the part on the screen.
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not measure its changes.
     """
     found: dict[str, list[float]] = {}
     with _chromium() as browser:
-        page = _opened(browser, path)
-        _waited(page, _WHOLE)
+        page = _open(browser, path)
+        _wait(page, _WHOLE)
         for part in _PARTS:
             page.evaluate("(id) => document.getElementById(id)?.scrollIntoView()", part)
             for name in ("baseline", "treatment", "budget", "measure", "sample"):
-                own = [_changed(page, name) for _ in range(repeats)]
+                own = [_change_seconds(page, name) for _ in range(repeats)]
                 found[f"{name}, {part} on the screen"] = [one for one in own if one is not None]
         page.context.close()
     return found
@@ -105,14 +103,14 @@ def _chromium() -> Iterator[Any]:
         raise PerturbkvError(msg) from None
 
 
-def _opened(browser: Any, path: Path) -> Any:
+def _open(browser: Any, path: Path) -> Any:
     page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
     page.goto(path.resolve().as_uri())
     return page
 
 
-def _changed(page: Any, name: str) -> float | None:
-    """Seconds of one change; None where there is nothing to choose."""
+def _change_seconds(page: Any, name: str) -> float | None:
+    """Return the seconds of one change; None where there is nothing to choose."""
     before = len(page.evaluate(_CHANGES))
     if not page.evaluate(_CHOOSE, [name, 1]):
         return None
@@ -120,12 +118,12 @@ def _changed(page: Any, name: str) -> float | None:
     return spent / 1000
 
 
-def _waited(page: Any, asked: str) -> float:
+def _wait(page: Any, asked: str) -> float:
     return _poll(page, lambda: page.evaluate(asked), asked)
 
 
 def _poll(page: Any, ask: Callable[[], Any], what: str) -> float:
-    """The first answer. The page's policy lets no text be evaluated in it, so that it cannot wait itself."""
+    """Return the first answer that is not None, asking again and again, as the page's policy forbids waiting in it."""
     end = time.perf_counter() + _LONGEST
     while time.perf_counter() < end:
         if (found := ask()) is not None:
@@ -138,14 +136,14 @@ def _poll(page: Any, ask: Callable[[], Any], what: str) -> float:
 
 _SHARES = ("sigma_topk", "sigma_stage1", "retained_mass")
 _LOST = 10
-"""Lost entries that are listed of each head, as `measure` lists them."""
+"""Lost entries per head, as many as `measure` stores."""
 _OWN_NOISE = 0.3
-"""How much configurations differ in what they keep, in standard deviations of what they share."""
+"""Standard deviation of a configuration's own preferences, over that of the common ones."""
 _MADE_HERE = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
 
 
 def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
-    """`sides` × `budgets` configurations: two policies with four selections each, or the first of these."""
+    """Return `sides` × `budgets` configurations: two policies with four selections each, or the first of these."""
     names = ("attention", "two-stage", "attention-unpooled", "two-stage-uniform")
     both = [(policy, name) for policy in ("snapkv", "adakv") for name in names][:sides]
     return tuple(configuration(budget, policy=policy, selection=name) for budget in budgets for policy, name in both)
@@ -162,7 +160,7 @@ def made_trace(
     kept: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """A trace of this size, of a sweep of 24 or of `configs`, with prompts and the losses of each head.
+    """Return a synthetic trace of this size, of a sweep of 24 or of `configs`, with prompts and each head's losses.
 
     `kept`: with the positions of kept sets, else with their digests alone.
     """
@@ -201,9 +199,9 @@ def _numbers(name: str, variable: Variable, shape: tuple[int, ...], draw: np.ran
 def _kept(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """What every head keeps: the entries that it likes best, by a liking that configurations nearly share.
+    """Return kept sets of the entries with the largest random scores, which configurations nearly share.
 
-    In the first layer the first two configurations share it: heads of equal sets are tied.
+    In the first layer the first two configurations have equal scores: heads of equal sets are tied.
     """
     counts, rows, lengths = [_count(one, tokens) for one in configs], [], []
     for _ in range(shape[0]):
@@ -228,18 +226,18 @@ def _kept(
 def _digests(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Sets that are told apart and nothing else."""
+    """Return random digests, so that no two sets are equal."""
     counts = np.array([_count(one, tokens) for one in configs])[:, np.newaxis, np.newaxis]
     return {DIGEST: draw.integers(1, 2**62, shape), "kept_count": np.broadcast_to(counts, shape).copy()}
 
 
 def _count(config: EvictionConfig, tokens: int) -> int:
-    """Entries that a budget keeps."""
+    """Return the number of entries that a budget keeps."""
     return max(1, int(config.budget.value * tokens))
 
 
 def _texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
-    """Prompts of words of four characters each."""
+    """Return prompts of words of four characters each."""
     text = "".join(f" {place % 9000 + 1000}" for place in range(tokens))
     return {
         "prompt_count": np.full(samples, tokens),
@@ -258,7 +256,7 @@ _MILLION = 1e6
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is asked for: `tokens` of each prompt; what is timed, is so `repeats` times."""
+    """The benchmark's options: `tokens` of each prompt, and `repeats` of everything that is timed."""
 
     tokens: int = 1500
     repeats: int = 5
@@ -273,14 +271,17 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """All rows asked for; `finished` gets each group's name. Rows that need a browser say so where there is none."""
+    """Measure the rows of these targets; `finished` gets each group's name.
+
+    Without a browser its rows have that as their reason.
+    """
     with tempfile.TemporaryDirectory(prefix="perturbkv-report-") as folder:
         groups = list(_groups(_Rows(settings, Path(folder))))
         return reported(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
 
 
 def groups(settings: Settings) -> int:
-    """How many groups `measure` goes through."""
+    """Return the number of groups that `measure` goes through."""
     return len(list(_groups(_Rows(settings, Path()))))
 
 
@@ -298,20 +299,20 @@ class _Rows:
         self._settings, self._folder = settings, folder
 
     def small(self) -> Found:
-        """Megabytes of the page that is opened."""
+        """Return the megabytes of the page that is opened."""
         return {"report-small": self._size("small", _SMALL)}
 
     def large(self) -> Found:
-        """Megabytes of a page of many more heads and samples."""
+        """Return the megabytes of a page of many more heads and samples."""
         return {"report-large": self._size("large", _LARGE)}
 
     def first_times(self) -> Found:
-        """Medians of seconds."""
+        """Return the medians of the seconds until first paint and until ready."""
         found = first_times(self._page("small", _SMALL), self._settings.repeats)
         return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in found.items()}
 
     def changes(self) -> Found:
-        """The median and the longest of all changes, in seconds."""
+        """Return the median and the maximum of all changes, in seconds."""
         found = change_times(self._page("small", _SMALL), self._settings.repeats)
         times = [one for own in found.values() for one in own]
         if not times:
@@ -328,7 +329,7 @@ class _Rows:
         return size / _MILLION, {"bytes": size, "seconds": time.perf_counter() - start, **shape}
 
     def _page(self, name: str, shape: dict[str, int]) -> Path:
-        """The page's file, made when it is first needed."""
+        """Return the page's file, made when it is first needed."""
         path = self._folder / f"{name}.html"
         if not path.exists():
             report(made_trace(shape["samples"], shape["layers"], shape["heads"], self._settings.tokens), path)

@@ -1,7 +1,4 @@
-"""The rows of the benchmark: what each measures, what is to be reached, and the document they are written as.
-
-Two reports of the benchmark side by side: which rows became worse.
-"""
+"""The benchmark's rows with their targets, its JSON document, and the comparison of two reports."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from perturbkv.errors import ConfigError
 from perturbkv.user_files import FileKind
 
 FORMAT = 1
-_FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbkv bench")
+_FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbkv doctor bench")
 NO_GPU = "needs a CUDA device"
 NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
 NO_RAY = "Ray is not installed; pip install perturbkv[ray]"
 NO_BROWSER = "needs Chromium (apt-get install chromium) and Playwright; pip install perturbkv[browser]"
-"""Why a row was not measured that need not be."""
+"""Reasons for which a row need not be measured."""
 _EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY, NO_BROWSER)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One row: what is measured, where, and the bound to reach; a value is better the farther it lies inside.
+    """A row's target: its description and the bound to reach; a value is better the farther it is inside.
 
     `cuda` rows need a GPU.
     """
@@ -39,7 +36,7 @@ class Target:
     cuda: bool = False
 
     def reached(self, value: float) -> bool:
-        """Whether the value lies inside the bound."""
+        """Return whether the value is inside the bound."""
         return value >= self.bound if self.at_least else value <= self.bound
 
 
@@ -57,6 +54,8 @@ TARGETS = (
     Target("writing-200", "writing the trace / the run, 200 configurations", 0.02),
     Target("generation", "peak saved / cache saved, generating from an evicted cache", 0.8, at_least=True),
     Target("quality-12", "12 configurations and the full cache, 64 tokens scored / plain prefill + 64 tokens", 3.0),
+    Target("startup-help", "processor seconds of perturbkv -h / import numpy", 3.0),
+    Target("startup-figure", "processor seconds of heads on a finished trace / import matplotlib.pyplot", 3.5),
     Target("triton-time", "value norms in Triton / loop, 7B shapes, 32k entries, bf16", 0.35, cuda=True),
     Target("triton-rate", "value norms in Triton / matmul rate measured there", 0.6, at_least=True, cuda=True),
     Target("cuda-24", "24 configurations / plain prefill, random:mistral-7b, 8,192 tokens, bf16", 1.5, cuda=True),
@@ -72,7 +71,7 @@ SCALE = (
     Target("merging-memory", "peak memory of merging 7 shards, all samples / 10", 1.1),
     Target("two-workers", "2 workers that measure, a thread each / one, samples per second", 1.6, at_least=True),
 )
-"""What runs of thousands of samples take, beside their measuring."""
+"""Rows on runs of thousands of samples, beside measuring."""
 REPORT = (
     Target("report-small", "page of 8 samples × 24 configurations × 270 heads, MB", 5.0),
     Target("report-large", "page of 32 samples × 24 configurations × 1,024 heads, MB", 25.0),
@@ -81,18 +80,18 @@ REPORT = (
     Target("report-change", "a change of choice in it until it is painted, median, s", 0.1),
     Target("report-change-most", "the longest of these changes, s", 0.1),
 )
-"""How large a report is, and how soon it shows what it is asked."""
+"""Rows on the size of a report's page, and on how soon it shows a choice."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A target and what was measured.
+    """A target and its measurement.
 
     Attributes:
-        target: what was to be reached.
+        target: the target.
         value: the ratio; None where it was not measured.
         reason: why it was not.
-        details: seconds, bytes, phases: what the ratio was made of.
+        details: seconds, bytes, phases: the parts of the ratio.
     """
 
     target: Target
@@ -101,7 +100,7 @@ class Row:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def verdict(self) -> str:
-        """`reached`, `falls short` or `not measured`."""
+        """Return `reached`, `falls short` or `not measured`."""
         if self.value is None:
             return "not measured"
         return "reached" if self.target.reached(self.value) else "falls short"
@@ -109,7 +108,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the benchmark: the machine, how it was asked for, and its rows."""
+    """One run of the benchmark: machine, settings and rows."""
 
     machine: Mapping[str, str]
     settings: Mapping[str, Any]
@@ -117,11 +116,11 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """Rows that should have been measured here and were not."""
+        """Return the rows that should have been measured here and were not."""
         return [row.target.name for row in self.rows if row.value is None and row.reason not in _EXCUSES]
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `read` takes."""
+        """Return the document that `read` reads."""
         rows = [
             {**asdict(row.target), "value": row.value, "verdict": row.verdict(), "reason": row.reason,
              "details": dict(row.details)}
@@ -131,7 +130,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """A report that was written as JSON. Raises ConfigError for any other file."""
+    """Return a report from its JSON file. Raises ConfigError for any other file."""
     document = _FILE.read_json(path)
     try:
         rows = tuple(_row(entry) for entry in document["rows"])
@@ -152,17 +151,17 @@ def _check_format(version: Any, names: Sequence[str]) -> None:
 
 def _row(entry: Mapping[str, Any]) -> Row:
     target = Target(
-        name=_of(str, entry, "name"), what=_of(str, entry, "what"), bound=_number(entry["bound"]),
-        at_least=_of(bool, entry, "at_least"), cuda=_of(bool, entry, "cuda"),
+        name=_typed(str, entry, "name"), what=_typed(str, entry, "what"), bound=_number(entry["bound"]),
+        at_least=_typed(bool, entry, "at_least"), cuda=_typed(bool, entry, "cuda"),
     )  # fmt: skip
     value = None if entry["value"] is None else _number(entry["value"])
-    return Row(target, value, _of(str, entry, "reason"), _facts(entry["details"]))
+    return Row(target, value, _typed(str, entry, "reason"), _facts(entry["details"]))
 
 
 _Kind = TypeVar("_Kind", str, bool)
 
 
-def _of(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
+def _typed(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
     value = entry[name]
     if not isinstance(value, kind):
         msg = f"{name} is {str(value)[:40]}"
@@ -171,7 +170,7 @@ def _of(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
 
 
 def _number(value: Any) -> float:
-    """A number that is one: neither true nor a text, and none that no float can be."""
+    """Return a finite number as a float. Raises TypeError for booleans, texts and numbers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         msg = f"{str(value)[:40]} is no number"
         raise TypeError(msg)
@@ -186,7 +185,7 @@ def _facts(held: Any) -> dict[str, Any]:
 
 
 def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
-    """Those of the targets that have these names, all where there is none. Raises UnknownNameError."""
+    """Return the targets of these names, all of them for no name. Raises UnknownNameError."""
     from perturbkv.errors import UnknownNameError
 
     known = tuple(target.name for target in targets)
@@ -198,9 +197,9 @@ def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tu
 
 @dataclass(frozen=True)
 class Change:
-    """One row in both reports; values are None where it was not measured.
+    """A row in two reports; values are None where it was not measured.
 
-    `worse` is how much worse the new value is, as a share of the old one: below 0 it is better.
+    `worse`: how much worse the new value is, as a share of the old one: below 0 it is better.
     """
 
     name: str
@@ -211,9 +210,9 @@ class Change:
 
 
 def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
-    """Every row of either report; one has regressed where it is worse by more than `tolerance`, a share.
+    """Return the change of every row of either report; one has regressed where it is worse by more than `tolerance`.
 
-    A row that was measured before and is not any more has not regressed: nothing is known of it.
+    `tolerance` is a share of the old value. A row that is no longer measured has not regressed: nothing is known of it.
     Raises ConfigError for a negative tolerance.
     """
     if not tolerance >= 0:
@@ -231,7 +230,7 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
 
 
 def _worse(old: float | None, new: float | None, at_least: bool) -> float | None:
-    """How much worse, as a share of the old value; None where one is missing, or the share is no number."""
+    """Return how much worse a value is, as a share of the old one; None if one is missing or the share infinite."""
     if old is None or new is None or old == 0:
         return None
     worse = (old - new) / abs(old) if at_least else (new - old) / abs(old)
@@ -239,7 +238,7 @@ def _worse(old: float | None, new: float | None, at_least: bool) -> float | None
 
 
 def other_settings(old: Report, new: Report) -> list[str]:
-    """What differs between the machines and the settings of two reports: 'cores: 2 and 16'."""
+    """Return the differences between the machines and settings of two reports: 'cores: 2 and 16'."""
     pairs = [(old.machine, new.machine), (old.settings, new.settings)]
     return [
         f"{name}: {first.get(name)} and {second.get(name)}"

@@ -1,4 +1,4 @@
-"""Work in a process of its own, and the peak of its memory."""
+"""Functions run in processes of their own, and the time and peak memory of a call."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
 Result = dict[str, Any]
-"""What one piece of work measured, as JSON holds it."""
+"""The measurements of one piece of work, as a JSON object."""
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc hands freed memory back at once, so that a process's peak counts what is held and not what it may reuse."""
+"""glibc returns freed memory at once, so that a process's peak counts used memory and not what it may reuse."""
 _ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 """A namespace whose only network is the loopback (unshare(1))."""
 
 
 def in_process(work: str, *, exact_peak: bool = False, before: Sequence[str] = (), **arguments: Any) -> Result:
-    """What `work.<work>(**arguments)` returns in a fresh process, which the words `before` start.
+    """Return the result of `work.<work>(**arguments)` from a fresh process, started through the command `before`.
 
-    Raises PerturbkvError where that fails.
+    Raises PerturbkvError where the process fails.
     """
     command = [*before, sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
     surroundings = os.environ | (_EXACT_PEAK if exact_peak else {})
@@ -45,7 +45,7 @@ def in_process(work: str, *, exact_peak: bool = False, before: Sequence[str] = (
 
 
 def without_network() -> tuple[str, ...]:
-    """Words that start a command which reaches nothing but itself; none where the system does not let us."""
+    """Return the command that starts another one with the loopback alone; empty where the system forbids it."""
     try:
         subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -54,7 +54,7 @@ def without_network() -> tuple[str, ...]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long `work` takes, the device's part included."""
+    """Return the seconds of a call, the device's part included."""
     gc.collect()
     wait(device)
     start = time.perf_counter()
@@ -64,13 +64,13 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done its work."""
+    """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes before `work` and at most while it runs: of the GPU's memory, or of the process."""
+    """Return the bytes before a call and at its peak: of the GPU's memory, or of the process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -84,7 +84,7 @@ def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
 
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:
-    """What the numbers are measured on."""
+    """Return the description of the machine."""
     place = pick_device(device)
     return {
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
@@ -98,7 +98,7 @@ def machine(device: str, dtype: str) -> Mapping[str, str]:
 
 
 def _processor() -> str:
-    """The CPU's name where Linux tells it."""
+    """Return the CPU's name from Linux, else the architecture."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""Measuring the benchmark's rows: which process gives which ratios."""
+"""Measuring the benchmark's rows: groups of rows that one or a few processes measure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from perturbkv.benchmark import startup
 from perturbkv.benchmark.rows import NO_GPU, NO_KVPRESS, Report, Row, Target
 from perturbkv.benchmark.subprocesses import in_process, machine
 from perturbkv.errors import ConfigError, PerturbkvError
@@ -17,13 +18,13 @@ from perturbkv.models.aliases import DEFAULT
 
 _MOST_REPEATS = 1000
 _ANSWERED = {"tokens": 1500, "answer": 64}
-"""Of a prompt and of its answer, whatever the other rows' prompts have."""
+"""Tokens of a prompt and of its answer, whatever the other rows' prompts have."""
 _SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the benchmark is asked for; every time is the median over `repeats` turns."""
+    """The benchmark's options; every time is the median over `repeats` turns."""
 
     model: str = DEFAULT
     tokens: int = 4096
@@ -38,12 +39,12 @@ class Settings:
             raise ConfigError(msg)
 
     def model_arguments(self) -> dict[str, Any]:
-        """What most processes take."""
+        """Return the arguments of most processes."""
         return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
 
 
 def check_repeats(repeats: int) -> None:
-    """Raise ConfigError for a number of turns that cannot be."""
+    """Raise ConfigError for a number of turns out of range."""
     if not 1 <= repeats <= _MOST_REPEATS:
         msg = f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {repeats}"
         raise ConfigError(msg)
@@ -52,16 +53,16 @@ def check_repeats(repeats: int) -> None:
 Found = dict[str, tuple[float, dict[str, Any]]]
 """Row name -> value and details."""
 Group = tuple[str, tuple[str, ...], Callable[[], Found]]
-"""What is measured together: its name, the rows it gives, and how."""
+"""Rows that are measured together: the group's name, the rows' names, and the function that measures them."""
 
 
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """All rows asked for; those of a GPU only where there is one. `finished` gets each group's name.
+    """Measure the rows of these targets, those of a GPU only where there is one; `finished` gets each group's name.
 
-    A row whose process fails is not measured, and says why; the others go on. Raises ConfigError for a device that is
-    not there.
+    A row whose process fails has the reason; the others are measured. Raises ConfigError for a device that does not
+    exist.
     """
     about, names = machine(settings.device, settings.dtype), {target.name for target in targets}
     return reported(about, asdict(settings), targets, _groups(settings, names), finished)
@@ -74,7 +75,7 @@ def reported(
     groups: Iterable[Group],
     finished: Callable[[str], None],
 ) -> Report:
-    """The groups that give one of the targets, measured one after the other; `finished` gets every group's name."""
+    """Measure the groups that have one of the targets, one after the other; `finished` gets every group's name."""
     names, found, reasons = {target.name for target in targets}, Found(), dict[str, str]()
     for group, gives, work in groups:
         if names & set(gives):
@@ -94,7 +95,7 @@ def _row(target: Target, found: Found, reasons: dict[str, str]) -> Row:
 
 
 def groups(settings: Settings) -> int:
-    """How many groups `measure` goes through."""
+    """Return the number of groups that `measure` goes through."""
     return len(list(_groups(settings, set())))
 
 
@@ -108,6 +109,7 @@ def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
     yield "writing", ("writing-24", "writing-200"), lambda: _writing(settings, names)
     yield "generation", ("generation",), lambda: _generation(settings)
     yield "quality", ("quality-12",), lambda: _quality(settings)
+    yield "startup", ("startup-help", "startup-figure"), lambda: _startup(settings)
     if torch.cuda.is_available():
         yield "triton", ("triton-time", "triton-rate"), lambda: _triton(settings)
         yield "cuda sweep", ("cuda-24",), lambda: _cuda_sweep(settings)
@@ -129,7 +131,7 @@ def _times(settings: Settings, names: set[str]) -> Found:
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
-    """Median of the ratios of each turn."""
+    """Return the median of the turns' ratios, with the seconds."""
     value = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
     return value, {"seconds": list(seconds), "base_seconds": list(base)}
 
@@ -196,6 +198,11 @@ def _quality(settings: Settings) -> Found:
     spent = in_process("scoring", **arguments)
     value, details = _ratio(spent["seconds"]["scored"], spent["seconds"]["plain"])
     return {"quality-12": (value, {**details, "phases": spent["phases"], "batches": spent["batches"]})}
+
+
+def _startup(settings: Settings) -> Found:
+    spent = startup.seconds(settings.model, settings.repeats)
+    return {f"startup-{name}": _ratio(one["command"], one["import"]) for name, one in spent.items()}
 
 
 def _triton(settings: Settings) -> Found:

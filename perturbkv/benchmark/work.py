@@ -1,8 +1,7 @@
-"""What the benchmark's processes do: `python -m perturbkv.benchmark.work WORK JSON` prints what it measured as JSON.
+"""Work of the benchmark's processes: `python -m perturbkv.benchmark.work WORK JSON` prints a measurement as JSON.
 
-Time and memory of the value norms, beside a loop over heads and a matrix product of the same device.
-
-The same 24 configurations by kvpress' presses, a prefill each, and by us, all from one: in turns in one process.
+Value norms are timed beside a loop over heads and a matrix product on the same device. 24 configurations are timed as
+kvpress' presses, a prefill each, and by one traced prefill, in turns in one process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import RunConfig, Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
@@ -32,17 +31,18 @@ from perturbkv.models.families import check_plain
 from perturbkv.models.loading import ModelFiles, load_model, pick_device
 from perturbkv.pipeline.answers.generation import generate, read_evicting
 from perturbkv.pipeline.progress import timed
-from perturbkv.pipeline.run.plan import Placement, Settings, plan
+from perturbkv.pipeline.run.plan import Placement, plan
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """ν head by head: every head's projections are written, then summed."""
+    """Return ν head by head: every head's projections are written, then summed."""
     kv_heads, _, d_head = value.shape
     group = w_o.shape[1] // (kv_heads * d_head)
     return torch.stack(
@@ -65,7 +65,7 @@ def _layer(entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, de
 
 @torch.inference_mode()
 def norms(repeats: int, **shapes: Any) -> Result:
-    """Seconds of ν and of the loop, in turns; the rate of the same device's matrix product, and of ν's."""
+    """Return the seconds of ν and of the loop, in turns, and the rates of ν and of a matrix product on the device."""
     value, w_o = _layer(**shapes)
     found: dict[str, list[float]] = {name: [] for name in _NORMS}
     for turn in range(repeats + 1):
@@ -84,7 +84,7 @@ def norms(repeats: int, **shapes: Any) -> Result:
 
 @torch.inference_mode()
 def norms_peak(which: str, **shapes: Any) -> Result:
-    """Bytes that ν (`ours`) or the loop takes beside inputs and result."""
+    """Return the bytes that ν (`ours`) or the loop takes beside inputs and result."""
     value, w_o = _layer(**shapes)
     before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
     return {"extra": most - before}
@@ -94,7 +94,10 @@ BUDGETS = (128, 256, 512, 1024)
 
 
 def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], object]]:
-    """A prefill under each press: SnapKV's, PyramidKV's and AdaKV's, each also as CriticalKV's, at four budgets."""
+    """Return a prefill under each press at four budgets.
+
+    The presses are SnapKV's, PyramidKV's and AdaKV's, each also as CriticalKV's.
+    """
     import kvpress
 
     def kinds(ratio: float) -> list[Any]:
@@ -113,7 +116,7 @@ def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], obje
 
 
 def side_by_side(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
-    """Seconds of all presses and of ours, `repeats` times in turns."""
+    """Return the seconds of all presses and of ours, `repeats` times in turns."""
     found: dict[str, list[float]] = {"presses": [], "ours": []}
     runs = press_runs(adapter, token_ids)
     for _ in range(repeats):
@@ -130,10 +133,11 @@ _LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "k
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
-    """2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 12: two policies, two selections, three
-    shares; 24: three policies, two selections, four budgets.
+    """Return a standard set of `count` configurations.
 
-    200: two policies at ten budgets, two-stage at five alphas and five other selections; no two keep the same entries.
+    2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 12: two policies, two selections, three
+    shares; 24: three policies, two selections, four budgets; 200: two policies at ten budgets, two-stage at five alphas
+    and five other selections, no two of which keep the same entries.
     """
     if count == 11:
         return grid(128, policy=("snapkv", *_LATER), selection="attention")
@@ -151,12 +155,12 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
 
 
 def prompt(tokens: int) -> list[int]:
-    """The same random tokens for everyone."""
+    """Return random tokens, always the same."""
     return torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
-    """Prefill and decode greedily, nothing watched."""
+    """Prefill and decode greedily, without hooks."""
     cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
     with torch.inference_mode():
         for _ in range(decodes + 1):
@@ -165,16 +169,16 @@ def plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
 
 
 def traced(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
-    """One sample measured."""
+    """Return one measured sample."""
     return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _run(adapter, configs))
 
 
-def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> RunConfig:
-    return RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1)
+def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
+    return ResolvedRun.of(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
 
 
 def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
-    """Seconds of plain runs and of traced ones, in turns; and where the last traced ones spent theirs."""
+    """Return the seconds of plain and traced runs, in turns, and the phases of the last traced ones."""
     adapter = load_model(model, dtype, device)
     token_ids, where = prompt(tokens), adapter.device
     runs: dict[str, Callable[[], object]] = {
@@ -200,20 +204,20 @@ def _tracing(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable
 
 
 def presses(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
-    """Seconds of 24 prefills under kvpress' presses, and of a traced sample of the same configurations."""
+    """Return the seconds of 24 prefills under kvpress' presses, and of a traced sample of the same configurations."""
     adapter, token_ids = load_model(model, dtype, device), prompt(tokens)
     return side_by_side(adapter, token_ids, _tracing(adapter, token_ids, 24), repeats)
 
 
 def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
-    """Peak bytes of a plain prefill (`count` 0) or of a traced sample, weights included."""
+    """Return the peak bytes of a plain prefill (`count` 0) or of a traced sample, weights included."""
     adapter, token_ids = load_model(model, dtype, device), prompt(tokens)
     work = _tracing(adapter, token_ids, count) if count else lambda: plain(adapter, token_ids, 0)
     return {"peak": peak(work, adapter.device)[1]}
 
 
 def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Seconds of a traced sample beside its prefill's own, for prompts of several lengths, in turns."""
+    """Return the seconds of a traced sample less those of its prefill, for prompts of several lengths, in turns."""
     adapter, configs = load_model(model, dtype, device), configurations(count)
     traced(adapter, prompt(min(lengths)), configs)
     found: dict[str, list[float]] = {str(length): [] for length in lengths}
@@ -226,7 +230,7 @@ def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str
 
 
 def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Seconds of measuring one sample, and of writing it, in turns: the journal's part and the file's."""
+    """Return the seconds of measuring one sample, and of writing it, in turns: the journal's part and the file's."""
     adapter, configs, cpu = load_model(model, dtype, device), configurations(count), torch.device("cpu")
     found: dict[str, list[float]] = {"run": [], "journal": [], "file": []}
     for _ in range(repeats + 1):
@@ -240,21 +244,22 @@ def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, coun
 
 
 def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
-    """Peak bytes of reading and generating from the full cache or an evicted one, and what that cache held."""
+    """Return the peak bytes of reading and generating from the full cache or an evicted one, and that cache's bytes."""
     adapter = load_model(model, dtype, device)
-    chosen = configurations(2)[1:] if evicted else ()
+    run, whole = _run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(prompt(tokens)), 0)
+    adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
     held: list[int] = []
 
     def work() -> None:
-        read = read_evicting(adapter, prompt(tokens), chosen, "benchmark", with_full=not chosen)
-        generate(adapter, read.cache, (), read.logits, generated, ())
+        read = read_evicting(adapter, whole, run, above=0 if evicted else tokens)
+        generate(adapter, read, (), generated)
         held.append(read.cache.nbytes)
 
     return {"peak": peak(work, adapter.device)[1], "cache": held[0]}
 
 
 def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, device: str) -> Result:
-    """Seconds of one answer by the plain model, and of 12 configurations measured and scored, in turns.
+    """Return the seconds of one answer by the plain model, and of 12 configurations measured and scored, in turns.
 
     Answers never end before they have `answer` tokens, so that all are as long.
     """
@@ -266,7 +271,7 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
     planned = plan(ModelFiles.of(adapter), placement, prompts, configurations(12), settings, Resources(), adapter)
     runs: dict[str, Callable[[], object]] = {
         "plain": lambda: plain(adapter, prompts[0].token_ids, answer - 1),
-        "scored": lambda: trace_sample(adapter, prompts[0], planned.run, planned.resources),
+        "scored": lambda: trace_sample(adapter, prompts[0], planned.resolved, planned.resources),
     }
     runs["plain"]()
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -281,7 +286,7 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
 def decoding(
     model: str, tokens: int, budget: int, batch: int, steps: int, repeats: int, dtype: str, device: str
 ) -> Result:
-    """Seconds per step of decoding a batch from full caches, and from evicted ones; the entries are random."""
+    """Return the seconds per step of decoding a batch from full and from evicted caches; the entries are random."""
     adapter = load_model(model, dtype, device)
     check_plain(adapter.config, adapter.name, "the benchmark of decoding")
     first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
@@ -308,7 +313,7 @@ def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
 
 
 def _cut(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
-    """The last `budget` entries of every row and key/value head."""
+    """Return the last `budget` entries of every row and key/value head."""
     rows = [
         KeptEntries.of(list(key[:, -budget:]), list(value[:, -budget:]))
         for key, value in zip(keys, values, strict=True)

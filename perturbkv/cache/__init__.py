@@ -1,1 +1,1 @@
-"""A cache that is really smaller: kept entries, gathered and laid out."""
+"""The physically smaller cache: kept entries, gathered and laid out in memory."""

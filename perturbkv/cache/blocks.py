@@ -1,14 +1,10 @@
-"""Kept entries side by side, and attention over them: blocks with bounded padding, or packed for CUDA's kernel.
+"""Attention over blocks of kept entries: blocks with bounded padding, or packed for CUDA's variable-length kernel.
 
 A *segment* is one kept set of one row. Attention over a block gives each query its output and the log-sum-exp of its
-logits, by which it is joined with the attention over what was decoded since.
-
-Blocks that hold no entries: each time they are attended to they copy them out of the full cache, and let them go.
-
-Where a cache serves a single pass, so the copies of a whole model need not lie in memory at once, and on a CPU each
-block is attended to while it is still in the processor's cache.
-
-A row that holds everything and reads some of it: which entries, its reader says for each query anew.
+logits, by which it is merged with the attention over decoded tokens. A passing block stores no entries, but copies them
+from the full cache on each use: where a cache serves a single pass, the copies of a whole model are never in memory at
+once, and on a CPU each block is still in the processor's cache. A read block belongs to a row that keeps everything and
+attends to the entries that its reader selects for each query.
 """
 
 from __future__ import annotations
@@ -54,28 +50,28 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, padding included."""
+        """Bytes of keys and values, padding included."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
     def entry_bytes(self) -> int:
-        """Of one entry's key and value."""
+        """Bytes of one entry's key and value."""
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one segment, as views."""
+        """Return keys and values of one segment, as views."""
         length = self.segments[place].length
         return self.keys[place, :length], self.values[place, :length]
 
     def only(self, rows: Sequence[int]) -> Block | None:
-        """The segments of these rows, a row called by its place among them; None where there are none.
+        """Return the segments of these rows, renumbered by their index in `rows`; None where there are none.
 
-        Where others go, these are copied.
+        They are copied where other segments are dropped.
         """
-        kept, segments = of_rows(self.segments, rows)
+        kept, segments = select_rows(self.segments, rows)
         if not kept:
             return None
-        places = places_of(segments, self.keys.device)
+        places = query_indices(segments, self.keys.device)
         if len(kept) == len(self.segments):
             return replace(self, segments=segments, places=places)
         chosen, longest = on_device(kept, self.keys.device), segments[0].length
@@ -84,13 +80,13 @@ class Block:
         return Block(segments, keys, values, padding, places)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
+        """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
         work = torch.promote_types(query.dtype, torch.float32)
-        asked = query[self.places]
-        segments, group, queries, d_head = asked.shape
-        scaled = (asked.to(work) * scale).reshape(segments, group * queries, d_head)
+        grouped = query[self.places]
+        segments, group, queries, d_head = grouped.shape
+        scaled = (grouped.to(work) * scale).reshape(segments, group * queries, d_head)
         logits = scaled @ self.keys.to(work).transpose(1, 2)
-        if (unseen := self.unseen(asked)) is not None:
+        if (unseen := self.unseen(grouped)) is not None:
             logits.masked_fill_(unseen, -torch.inf)
         total = logits.logsumexp(dim=-1)
         output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
@@ -107,16 +103,16 @@ class Block:
         ]
         | None
     ):
-        """True where a segment's queries do not look: at its padding; None where they look everywhere."""
+        """Return a mask of the entries that queries do not attend to, the padding; None where there is none."""
         return None if self.padding is None else self.padding.unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Segments one behind the other, no padding, for CUDA's variable-length attention: keys (entry, 1, d_head).
+    """Concatenated segments without padding, for CUDA's variable-length attention: keys (entry, 1, d_head).
 
-    `begins` says where each segment begins, and where the last ends. `lengths` is there where the entries between two
-    segments are not theirs: how many of those from its beginning on each segment has.
+    `begins` has the index of each segment's first entry, and the end of the last. `lengths` is set where there are
+    entries between segments that belong to none: the number of entries of each segment from its beginning.
     """
 
     segments: list[Segment]
@@ -136,68 +132,68 @@ class Packed:
 
     @property
     def entry_bytes(self) -> int:
-        """Of one entry's key and value."""
+        """Bytes of one entry's key and value."""
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one segment, as views."""
+        """Return keys and values of one segment, as views."""
         own = slice(self.begins[place], self.begins[place] + self.segments[place].length)
         return self.keys[own, 0], self.values[own, 0]
 
     def only(self, rows: Sequence[int]) -> Packed | None:
-        """The segments of these rows where they lie, a row called by its place among them; None where there are none.
+        """Return the segments of these rows without copying, renumbered by their index in `rows`.
 
-        What lies between them is passed over, and stays.
+        None where there are none. Entries between them are skipped, and stay in memory.
         """
-        kept, segments = of_rows(self.segments, rows)
+        kept, segments = select_rows(self.segments, rows)
         if not kept:
             return None
         lengths = [segment.length for segment in segments]
         first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
         begins = [*(self.begins[place] - first for place in kept), end - first]
         starts, used = (on_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
-        keys, values, places = self.keys[first:end], self.values[first:end], places_of(segments, self.keys.device)
+        keys, values, places = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
         return Packed(segments, keys, values, begins, starts, used, places, self.kernel)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
-        asked = query[self.places].transpose(1, 2)  # (segment, query, group, d_head)
-        segments, queries, group, d_head = asked.shape
+        """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
+        grouped = query[self.places].transpose(1, 2)  # (segment, query, group, d_head)
+        segments, queries, group, d_head = grouped.shape
         asked_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
         longest = max(segment.length for segment in self.segments)
-        rows, places = asked.reshape(-1, group, d_head), (asked_starts, self.starts, queries, longest)
+        rows, places = grouped.reshape(-1, group, d_head), (asked_starts, self.starts, queries, longest)
         output, total = self.kernel(rows, self.keys, self.values, *places, scale, self.lengths)
         totals = total.view(group, segments, queries).transpose(0, 1)
         return output.view(segments, queries, group, d_head).transpose(1, 2), totals
 
 
-def of_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
-    """Where the segments of these rows stand, and what they are with their rows called by their place in `rows`."""
+def select_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
+    """Return the indices of the segments of these rows, and the segments with rows renumbered by `rows`."""
     named = {row: place for place, row in enumerate(rows)}
     kept = [place for place, segment in enumerate(segments) if segment.row in named]
     return kept, [replace(segments[place], row=named[segments[place].row]) for place in kept]
 
 
-def places_of(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Index of each segment's queries among (row, head, …)."""
+def query_indices(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the index of each segment's queries into (row, head, …)."""
     rows = on_device([[segment.row] for segment in segments], device)
     first = on_device([[segment.head * segment.group] for segment in segments], device)
     return rows, first + torch.arange(segments[0].group, device=device)
 
 
-def padded(kept: EntryPool, segments: list[Segment]) -> Block:
-    """A block; behind its last entry a segment repeats it, and attention passes over that."""
+def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
+    """Return a block in which shorter segments repeat their last entry, which attention masks."""
     longest, device = segments[0].length, kept.keys.device
     lengths = on_device([[segment.length] for segment in segments], device)
     starts = on_device([[segment.start] for segment in segments], device)
     place = torch.arange(longest, device=device)
     keys, values = kept.take(starts + torch.minimum(place, lengths - 1))
     padding = place >= lengths if segments[-1].length < longest else None
-    return Block(segments, keys, values, padding, places_of(segments, device))
+    return Block(segments, keys, values, padding, query_indices(segments, device))
 
 
-def packed(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
-    """Segments one behind the other."""
+def packed_block(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
+    """Return the concatenated segments."""
     device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
     starts = on_device(begins, device)
     shift = on_device([segment.start for segment in segments], device) - starts[:-1]
@@ -205,13 +201,13 @@ def packed(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
     keys, values = kept.take(shifts + torch.arange(begins[-1], device=device))
     return Packed(
         segments, keys.unsqueeze(1), values.unsqueeze(1), begins, starts.to(torch.int32), None,
-        places_of(segments, device), kernel,
+        query_indices(segments, device), kernel,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class PassingBlock:
-    """Segments of similar length, and where their entries lie; `kernel` as of the block that is made of them."""
+    """Segments of similar length with the indices of their entries; `kernel` is that of the block made from them."""
 
     kept: EntryPool
     segments: list[Segment]
@@ -219,47 +215,47 @@ class PassingBlock:
 
     @cached_property
     def places(self) -> tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]:
-        """Index of each segment's queries among (row, head, …)."""
-        return places_of(self.segments, self.kept.keys.device)
+        """Index of each segment's queries into (row, head, …)."""
+        return query_indices(self.segments, self.kept.keys.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block while it is there, padding included."""
+        """Bytes of the temporary block, padding included."""
         lengths = [segment.length for segment in self.segments]
         return self.kept.entry_bytes * (sum(lengths) if self.kernel else max(lengths) * len(lengths))
 
     @property
     def entry_bytes(self) -> int:
-        """Of one entry's key and value."""
+        """Bytes of one entry's key and value."""
         return self.kept.entry_bytes
 
-    def made(self) -> Block | Packed:
-        """The block itself: copies of the entries."""
+    def to_block(self) -> Block | Packed:
+        """Return the block with copies of the entries."""
         if self.kernel is None:
-            return padded(self.kept, self.segments)
-        return packed(self.kept, self.segments, self.kernel)
+            return padded_block(self.kept, self.segments)
+        return packed_block(self.kept, self.segments, self.kernel)
 
     def entries(self, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one segment."""
-        return self.made().entries(place)
+        """Return keys and values of one segment."""
+        return self.to_block().entries(place)
 
     def only(self, rows: Sequence[int]) -> PassingBlock | None:
-        """The segments of these rows, a row called by its place among them; None where there are none."""
-        _, segments = of_rows(self.segments, rows)
+        """Return the segments of these rows, renumbered by their index in `rows`; None where there are none."""
+        _, segments = select_rows(self.segments, rows)
         return replace(self, segments=segments) if segments else None
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
-        return self.made().attend(query, scale)
+        """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
+        return self.to_block().attend(query, scale)
 
 
 @dataclass(frozen=True, eq=False)
 class ReadBlock(Block):
-    """The segments of one row, its key/value heads in their order; what is not read counts as gone."""
+    """The segments of one row, its key/value heads in order; entries that are not read count as evicted."""
 
     reader: Reader
 
     def unseen(self, asked: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment asked longest"]:
-        """True where a query does not look at an entry."""
+        """Return a mask of the entries that a query does not attend to."""
         read = self.reader(asked.flatten(0, 1))
         return ~read.view(asked.shape[0], -1, read.shape[-1])

@@ -1,12 +1,8 @@
-"""CompactCache: the physically evicted cache of many configurations, one configuration per batch row.
+"""CompactCache, the physically evicted cache of many configurations with one configuration per batch row.
 
-Per layer the kept entries lie frozen in blocks (`ragged`); tokens decoded afterwards go to a tail that grows by
-doubling, shared by all rows. Attention runs over blocks and tail apart and joins them by their log-sum-exps, so that a
-step copies nothing that was kept.
-
-The model's own cache of a prompt, where some layers hold a sliding window, and what a compact cache takes of it.
-
-Layers that are measured keep everything; the others their window and nothing else.
+Per layer the kept entries are frozen in blocks (`ragged`); decoded tokens go to a tail that grows by doubling, shared
+by all rows. Attention over blocks and over the tail is merged by log-sum-exps, so that a step copies no kept entry. The
+full cache of a model is here too: measured layers keep everything, others only their sliding window.
 """
 
 from __future__ import annotations
@@ -24,8 +20,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.ragged import build
-from perturbkv.cache.sliding import FIRST, SlidingLayer, Tail, Window, with_sinks
-from perturbkv.cache.stand_in import StandIn, joined
+from perturbkv.cache.sliding import FIRST, SlidingLayer, Tail, Window, merge_sinks
+from perturbkv.cache.stand_in import StandIn, merge_stand_ins
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
@@ -37,10 +33,9 @@ _NOTHING: Mapping[int, StandIn] = MappingProxyType({})
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
 
-    Those of a `passing` layer stay where they are, and are copied out block by block in every pass over them. By row,
-    `stand_ins` are what stands in for the entries that went, where a configuration corrects for them.
-
-    Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
+    A `passing` layer leaves the entries where they are, and copies them block by block in every pass. By row,
+    `stand_ins` replace the evicted entries, where a configuration corrects for them. Raises ConfigError where the
+    layout is rectangular and a row's kept sets differ in length.
     """
 
     is_sliding = False
@@ -62,7 +57,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fresh(self) -> CompactLayer:
-        """Another layer of the same frozen entries, which both share; nothing may have been decoded from this one."""
+        """Return another layer that shares the frozen entries; valid only before any decoding."""
         other = copy.copy(self)
         other.tail_from = [0] * self.batch
         return other
@@ -78,31 +73,31 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
     ) -> Tensor:
-        """Attention of the newest tokens over blocks and tail: (row, query, head, d_head), in the query's dtype."""
-        output, total = with_sinks(*self._attend_tail(query, scale), sinks)
-        output, total = joined(self.stand_ins, output, total, query, scale)
+        """Return attention (row, query, head, d_head) of the newest tokens over blocks and tail, in query's dtype."""
+        output, total = merge_sinks(*self._attend_tail(query, scale), sinks)
+        output, total = merge_stand_ins(self.stand_ins, output, total, query, scale)
         for block in self.blocks:
-            found, weight = block.attend(query, scale)
-            found, weight = found.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
+            partial, weight = block.attend(query, scale)
+            partial, weight = partial.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
             mine = total[block.places].unsqueeze(-1)
             joint = torch.logaddexp(mine, weight)
-            output[block.places] = output[block.places] * (mine - joint).exp() + found * (weight - joint).exp()
+            output[block.places] = output[block.places] * (mine - joint).exp() + partial * (weight - joint).exp()
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs (row, head, query, d_head) and log-sum-exps (row, head, query) over what was decoded."""
+        """Return outputs (row, head, query, d_head) and log-sum-exps (row, head, query) over the decoded tokens."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
-        asked = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
-        logits = (asked @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
+        scaled = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
+        logits = (scaled @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
         logits.masked_fill_(self._unseen(queries, query.device), -torch.inf)
         total = logits.logsumexp(dim=-1)
         weights = (logits - total.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
         return (weights @ values).view(rows, heads, queries, d_head), total
 
     def _unseen(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
-        """True where a tail entry is later than the query, or already went into the row's block."""
+        """Return True where a tail entry is later than the query, or is already in the row's block."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         place = torch.arange(self.length, device=device)
         compressed = on_device(self.tail_from, device).view(-1, 1, 1, 1)
@@ -124,12 +119,12 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return self.kept_entries * self.blocks[0].entry_bytes
 
     def lengths(self, row: int) -> list[int]:
-        """Entries that each kept set of a row holds now, decoded ones included."""
-        held = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
-        return [length + self.length - self.tail_from[row] for length in held]
+        """Return the current number of entries in each kept set of a row, decoded ones included."""
+        lengths = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
+        return [length + self.length - self.tail_from[row] for length in lengths]
 
     def entries(self, row: int) -> KeptEntries:
-        """What a row holds now: frozen entries, then those decoded since, per kept set."""
+        """Return the current entries of a row: frozen entries, then decoded ones, per kept set."""
         if not self.is_initialized:
             return self._frozen(row)
         sets = self._frozen(row).sets()
@@ -142,7 +137,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return KeptEntries.of(keys, values)
 
     def replace(self, rows: dict[int, KeptEntries]) -> None:
-        """Freeze new entries for some rows, whose tails so become empty; the others stay as they are."""
+        """Freeze new entries for some rows, whose tails become empty; other rows are unchanged."""
         every = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
         self._lay_out(every)
         for row in rows:
@@ -150,9 +145,9 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self._drop_dead_tail()
 
     def only(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
-        held = [block.only(rows) for block in self.blocks]
-        self.blocks = [block for block in held if block is not None]
+        """Keep only these rows, in this order."""
+        blocks = [block.only(rows) for block in self.blocks]
+        self.blocks = [block for block in blocks if block is not None]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
         self.borrowed = {place: self.borrowed[row] for place, row in enumerate(rows) if row in self.borrowed}
         self.stand_ins = {place: self.stand_ins[row] for place, row in enumerate(rows) if row in self.stand_ins}
@@ -160,33 +155,33 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self._only(rows)
 
     def forget(self, after: int) -> None:
-        """Forget what was decoded after the first `after` tokens; what was kept stays."""
+        """Drop the tokens decoded after the first `after`; kept entries stay."""
         self.length, self.tail_from = after, [0] * self.batch
 
     def _frozen(self, row: int) -> KeptEntries:
         if row in self.borrowed:
             return self.borrowed[row]
-        found = {
+        sets = {
             segment.head: block.entries(place)
             for block in self.blocks
             for place, segment in enumerate(block.segments)
             if segment.row == row
         }
-        pieces = [found[head] for head in sorted(found)]
+        pieces = [sets[head] for head in sorted(sets)]
         return KeptEntries.of([keys for keys, _ in pieces], [values for _, values in pieces])
 
     def _drop_dead_tail(self) -> None:
-        """Forget tail entries that no row sees any more; positions go on."""
+        """Drop tail entries that no row sees any more; positions continue."""
         dead = min(self.tail_from)
         if dead == 0 or not self.is_initialized:
             return
-        self.keys, self.values = (_without(tail, dead, self.length) for tail in (self.keys, self.values))
+        self.keys, self.values = (_drop_entries(tail, dead, self.length) for tail in (self.keys, self.values))
         self.seen, self.length = self.seen + dead, self.length - dead
         self.tail_from = [start - dead for start in self.tail_from]
 
 
-def _without(tail: Tensor, dead: int, length: int) -> Tensor:
-    """A new tail without its first `dead` entries, with room to grow."""
+def _drop_entries(tail: Tensor, dead: int, length: int) -> Tensor:
+    """Return a new tail without the first `dead` entries, with room to grow."""
     room = max(FIRST, length - dead)
     fresh = tail.new_empty(*tail.shape[:2], room, tail.shape[3])
     fresh[:, :, : length - dead] = tail[:, :, dead:length]
@@ -194,11 +189,10 @@ def _without(tail: Tensor, dead: int, length: int) -> Tensor:
 
 
 class CompactCache(Cache):  # type: ignore[misc]
-    """Only the kept entries, one configuration per row of the batch, usable through `capture.decode_from`.
+    """A cache of the kept entries only, one configuration per row of the batch, for use in `capture.decode_from`.
 
-    Layers that a model does not evict, because they hold a sliding window, stand among the others; `evicted` are those
-    of which entries went. `behind` says by how much each row's next position lies before the prompt's end; nothing: by
-    0 in every row.
+    Layers that a model does not evict, because they have a sliding window, are among `layers`; `evicted` are the
+    others. `behind` is, per row, how far the next position is before the prompt's end; empty: 0 in every row.
     """
 
     def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], behind: Sequence[int] = ()) -> None:
@@ -207,11 +201,11 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     @property
     def evicted(self) -> list[CompactLayer]:
-        """The measured layers, in their order."""
+        """The measured layers, in order."""
         return [layer for layer in self.layers if not layer.is_sliding]
 
     def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
-        """Where the next tokens stand in each row; None where they go on from the prompt's end in all of them."""
+        """Return the positions of the next tokens in each row; None where they follow the prompt's end in all rows."""
         if not any(self.behind):
             return None
         seen: int = self.get_seq_length()
@@ -229,12 +223,12 @@ class CompactCache(Cache):  # type: ignore[misc]
         return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted))
 
     def forget(self, after: int = 0) -> None:
-        """Forget what was decoded after the first `after` tokens; what was kept stays, for the next decoding."""
+        """Drop the tokens decoded after the first `after`; kept entries stay, for the next decoding."""
         for layer in self.layers:
             layer.forget(after)
 
     def only(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep only these rows, in this order."""
         if list(rows) == list(range(self.layers[0].batch)):
             return
         for layer in self.layers:
@@ -242,9 +236,9 @@ class CompactCache(Cache):  # type: ignore[misc]
         self.behind = [self.behind[row] for row in rows] if self.behind else []
 
     def fresh(self) -> CompactCache:
-        """Another cache of the same kept entries, which both share; nothing may have been decoded from this one.
+        """Return another cache that shares the kept entries; valid only before any decoding.
 
-        What is decoded from one or compressed in it, the other does not see.
+        Later decoding or compression in one of them does not change the other.
         """
         return CompactCache([layer.fresh() for layer in self.layers], self.behind)
 
@@ -255,9 +249,9 @@ class CompactCache(Cache):  # type: ignore[misc]
 
 
 class SharedCache(Cache):  # type: ignore[misc]
-    """A full cache of one prompt that a batch of identical rows decodes from: only row 0 is stored.
+    """A full cache of one prompt from which a batch of identical rows decodes: only row 0 is stored.
 
-    The full run so goes through linear layers of the same batch as the evicted runs (METHOD: protocol, 4).
+    The full run thereby uses linear layers of the same batch size as the evicted runs (METHOD: protocol, 4).
     """
 
     def __init__(self, full: Cache) -> None:
@@ -272,7 +266,7 @@ class SharedCache(Cache):  # type: ignore[misc]
 
 
 class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """transformers' layer, which keeps a view of everything it was given; this one copies its window out of that."""
+    """Transformers' sliding layer, which keeps a view of all it was given; this one copies its window."""
 
     keys: Tensor
     values: Tensor
@@ -280,14 +274,14 @@ class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Everything that the new queries may see."""
-        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        """Append entries and return all that the new queries may see."""
+        entries: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         self.keys, self.values = self.keys.clone(), self.values.clone()
-        return found
+        return entries
 
 
 def full_cache(adapter: Adapter) -> DynamicCache:
-    """The model's own cache, empty: measured layers keep everything, others their window."""
+    """Return the model's own cache, empty: measured layers keep everything, others their window."""
     if not adapter.is_mixed:
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)
@@ -296,17 +290,17 @@ def full_cache(adapter: Adapter) -> DynamicCache:
 
 
 def windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
-    """What the layers that are not measured hold now, by their indices; what is decoded later leaves it as it is."""
+    """Return the windows of the layers that are not measured, by index; later decoding does not change them."""
     others = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
-    found = {index: cache.layers[index] for index in others}
+    sliding = {index: cache.layers[index] for index in others}
     return {
-        index: Window(held.keys[0], held.values[0], held.cumulative_length, held.sliding_window)
-        for index, held in found.items()
+        index: Window(layer.keys[0], layer.values[0], layer.cumulative_length, layer.sliding_window)
+        for index, layer in sliding.items()
     }
 
 
-def put_back(cache: Cache, held: Mapping[int, Window]) -> None:
-    """Make the layers that are not measured hold what they held when `windows` looked."""
+def restore_windows(cache: Cache, held: Mapping[int, Window]) -> None:
+    """Restore the windows of the layers that are not measured to those that `windows` returned."""
     for index, window in held.items():
         layer: Any = cache.layers[index]
         layer.keys, layer.values = window.keys.unsqueeze(0), window.values.unsqueeze(0)
@@ -314,21 +308,21 @@ def put_back(cache: Cache, held: Mapping[int, Window]) -> None:
 
 
 def restored(adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], held: Mapping[int, Window]) -> DynamicCache:
-    """A full cache of these entries of the measured layers (kv_head, entry, d_head), and of the others' windows."""
+    """Return a full cache with these entries (kv_head, entry, d_head) of the measured layers and the other windows."""
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
     for index, window in held.items():
         cache.layers[index].update(window.keys.unsqueeze(0), window.values.unsqueeze(0))
-    put_back(cache, held)
+    restore_windows(cache, held)
     return cache
 
 
 def beside(
     adapter: Adapter, compacted: Sequence[CompactLayer], held: Mapping[int, Window]
 ) -> list[CompactLayer | SlidingLayer]:
-    """The layers of a compact cache: the measured ones, and the others' windows where they stand."""
+    """Return the layers of a compact cache: the measured ones, and the other layers' windows at their indices."""
     rows = compacted[0].batch
-    found: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, compacted, strict=True))
-    found |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in held.items()}
-    return [found[index] for index in sorted(found)]
+    layers: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, compacted, strict=True))
+    layers |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in held.items()}
+    return [layers[index] for index in sorted(layers)]

@@ -1,12 +1,9 @@
-"""Which positions a foreign cache keeps: its keys and values, matched with those of the full cache (METHOD: Audit, 1).
+"""Positions that an external cache keeps, found by matching its entries with the full cache's (METHOD: Audit, 1).
 
-Equal to the bit comes first, by a hash of each entry's key and value. What is left goes to the nearest entry, and how
-far that lies is reported, for keys and values apart: a key that was rotated again still has its value, a value of
-another head still its key.
-
-A cache that is not ours, as keys and values per layer: transformers' `Cache` classes, or pairs of tensors.
-
-What cannot be read is refused here, in one line, so that nothing behind asks again.
+Bitwise equality comes first, by a hash of each entry's key and value. Every other entry is matched with the nearest
+one, and its distance is reported, separately for keys and values: a key that was rotated again still has its value, a
+value of another head still its key. A cache is given as transformers' `Cache` or as pairs of tensors per layer;
+unreadable ones are refused here, in one line.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ LayerEntries = tuple[Tensor, Tensor]
 """Keys and values of one row of a layer, (kv_head, entry, d_head)."""
 
 
-def layers_of(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer. Raises UnreadableError where a layer shows none."""
+def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values of every layer. Raises UnreadableError where a layer has none."""
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
-    held = getattr(cache, "layers", None)
-    if not held:
+    layers = getattr(cache, "layers", None)
+    if not layers:
         _refuse(f"no keys to look at: {type(cache).__name__} has no layers")
-    return [_shown(layer, place) for place, layer in enumerate(held)]
+    return [_shown(layer, place) for place, layer in enumerate(layers)]
 
 
 def _shown(layer: object, place: int) -> tuple[Tensor, Tensor]:
@@ -43,22 +40,21 @@ def _shown(layer: object, place: int) -> tuple[Tensor, Tensor]:
     kind = type(layer).__name__
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
         _refuse(f"no keys to look at: layer {place} ({kind}) has no tensors `keys` and `values`")
-    said = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
-    if keys.numel() == 0 and said:
-        _refuse(f"no keys to look at: layer {place} ({kind}) says {said} entries and its `keys` are empty")
+    reported = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+    if keys.numel() == 0 and reported:
+        _refuse(f"no keys to look at: layer {place} ({kind}) says {reported} entries and its `keys` are empty")
     return keys, values
 
 
 def rows(
     foreign: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
 ) -> list[tuple[LayerEntries, LayerEntries]]:
-    """Per layer one row's entries in a foreign cache and in the full one, whose shapes fit each other.
+    """Return one row's entries per layer, in an external cache and in the full one, whose shapes are compatible.
 
-    A full cache of one row stands for whichever row; layers are called from `first` on.
-
-    Raises UnreadableError with what does not fit.
+    A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises UnreadableError
+    with the incompatible shapes.
     """
-    theirs, whole = layers_of(foreign), layers_of(full)
+    theirs, whole = layer_tensors(foreign), layer_tensors(full)
     if len(theirs) != len(whole):
         _refuse(f"it has {len(theirs)} layers, the full cache {len(whole)}")
     for place, (one, other) in enumerate(zip(theirs, whole, strict=True), start=first):
@@ -92,16 +88,16 @@ def _check_shape(place: int, layer: tuple[Tensor, Tensor], full: Tensor, row: in
 
 
 def _check_lengths(foreign: Cache | Layers, layers: Layers, tokens: int) -> None:
-    """Raise UnreadableError where the cache says one length for all layers, not the prompt's, and holds others."""
+    """Raise UnreadableError where the cache reports one length, not the prompt's, that some layers do not have."""
     if not isinstance(foreign, Cache):
         return
-    said = {int(foreign.get_seq_length(place)) for place in range(len(layers))}
-    held = [keys.shape[2] for keys, _ in layers]
-    wrong = [place for place, length in enumerate(held) if length not in said]
-    if len(said) == 1 and said != {tokens} and wrong:
+    reported = {int(foreign.get_seq_length(place)) for place in range(len(layers))}
+    lengths = [keys.shape[2] for keys, _ in layers]
+    wrong = [place for place, length in enumerate(lengths) if length not in reported]
+    if len(reported) == 1 and reported != {tokens} and wrong:
         _refuse(
-            f"lengths differ between layers where the cache says that they do not: it says {said.pop()} entries in "
-            f"every layer, and layer {wrong[0]} holds {held[wrong[0]]}"
+            f"lengths differ between layers where the cache says that they do not: it says {reported.pop()} entries in "
+            f"every layer, and layer {wrong[0]} holds {lengths[wrong[0]]}"
         )
 
 
@@ -110,7 +106,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as whole numbers of its size."""
+    """Return the tensor's bits as integers of its item size."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
@@ -128,12 +124,12 @@ _CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class LayerKept:
-    """What one layer of a foreign cache keeps, per key/value head, entries in the cache's own order.
+    """The entries of one layer of an external cache per key/value head, in the cache's own order.
 
     Attributes:
-        positions: (entry,) of each in the prompt; `NOWHERE` for padding and for what is like no entry.
-        key_distance, value_distance: (entry,) ‖k − k_j‖₂ over the root mean square norm of the head's keys, and
-            likewise of values; 0 where equal to the bit.
+        positions: (entry,) position in the prompt; `NOWHERE` for padding and for an entry that resembles none.
+        key_distance, value_distance: (entry,) ‖k − k_j‖₂ relative to the root mean square norm of the head's keys, and
+            likewise for values; 0 where bitwise equal.
     """
 
     positions: tuple[Tensor, ...]
@@ -142,58 +138,57 @@ class LayerKept:
 
     @property
     def duplicates(self) -> list[int]:
-        """Entries per head whose position another entry before them has."""
+        """Number of entries per head whose position an earlier entry has."""
         placed = [one[one != NOWHERE] for one in self.positions]
         return [len(one) - len(set(one.tolist())) for one in placed]
 
     @property
     def strangers(self) -> list[int]:
-        """Entries per head that have no position."""
+        """Number of entries per head without a position."""
         return [int((one == NOWHERE).sum()) for one in self.positions]
 
     @property
     def ascending(self) -> list[bool]:
-        """Whether each head's entries that have a position come in its order."""
+        """Whether the positions of each head's entries are in ascending order."""
         placed = [one[one != NOWHERE] for one in self.positions]
         return [bool((one[1:] >= one[:-1]).all()) for one in placed]
 
     @property
     def exact(self) -> bool:
-        """Whether every entry equals the full cache's to the bit, each of another position."""
+        """Whether every entry equals one of the full cache bitwise, each of another position."""
         far = any(bool(one.any()) for one in (*self.key_distance, *self.value_distance))
         return not far and not any(self.duplicates) and not any(self.strangers)
 
     def mask(self, tokens: int) -> Bool[Tensor, "kv_head key"]:
-        """True at the positions that each head keeps of `tokens`."""
-        found = torch.zeros(len(self.positions), tokens, dtype=torch.bool, device=self.positions[0].device)
-        for row, position in zip(found, self.positions, strict=True):
+        """Return a mask, True at those of `tokens` positions that each head keeps."""
+        mask = torch.zeros(len(self.positions), tokens, dtype=torch.bool, device=self.positions[0].device)
+        for row, position in zip(mask, self.positions, strict=True):
             row[position[position != NOWHERE]] = True
-        return found
+        return mask
 
 
 @torch.inference_mode()
 def recover(
     foreign: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
 ) -> list[LayerKept]:
-    """Per layer, which positions of a prompt a foreign cache keeps.
+    """Return the positions of a prompt that an external cache keeps, per layer.
 
     Args:
         foreign: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
-        full: the same prompt's, before anything was evicted.
-        row: of the batch; a full cache of a single row stands for every row.
-        padding: entries of padding before the prompt in the full cache's row; positions count from behind them.
+        full: cache of the same prompt before eviction.
+        row: row of the batch; a full cache of a single row is used for every row.
+        padding: entries of padding before the prompt in the full cache's row; positions are counted after them.
+        first: number of the first layer, where only some are given.
 
-        first: what the first layer is called, where only some are given.
-
-    Raises UnreadableError for a cache without keys to look at, layers whose lengths contradict what the cache says,
-    more entries than there were, and other shapes than the full cache's.
+    Raises UnreadableError for a cache without keys, layers whose lengths contradict the cache's own report, more
+    entries than the prompt has, and shapes other than the full cache's.
     """
     return [_layer(theirs, whole, padding) for theirs, whole in rows(foreign, full, row, first)]
 
 
 def _layer(theirs: LayerEntries, whole: LayerEntries, padding: int) -> LayerKept:
-    found = [_head(*head, padding) for head in zip(*theirs, *whole, strict=True)]
-    positions, keys, values = zip(*found, strict=True)
+    heads = [_head(*head, padding) for head in zip(*theirs, *whole, strict=True)]
+    positions, keys, values = zip(*heads, strict=True)
     return LayerKept(positions, keys, values)
 
 
@@ -204,12 +199,12 @@ def _head(
     full_value: Float[Tensor, "place d_head"],
     padding: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of one head's entries, and how far keys and values lie from those there."""
-    places = _equal(key, value, full_key, full_value)
+    """Return the positions of one head's entries, and the distances of keys and values from the entries there."""
+    places = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
     left = (places == NOWHERE).nonzero().squeeze(-1)
     if len(left):
-        theirs, whole = _scaled(key[left], value[left], full_key, full_value)
+        theirs, whole = _scale(key[left], value[left], full_key, full_value)
         free = torch.ones(len(full_key), dtype=torch.bool, device=key.device)
         free[places[places != NOWHERE]] = False
         nearest = _nearest(theirs, whole, free)
@@ -220,8 +215,11 @@ def _head(
     return (places - padding).clamp(min=NOWHERE), distances[0], distances[1]
 
 
-def _equal(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
-    """Where an entry lies that is equal to the bit, else `NOWHERE`; equal ones take one place each while there are."""
+def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
+    """Return the index of a bitwise equal entry, else `NOWHERE`.
+
+    Several equal entries get one index each while they last.
+    """
     nowhere = torch.full((len(key),), NOWHERE, device=key.device)
     if key.dtype != full_key.dtype or value.dtype != full_value.dtype or not len(key):
         return nowhere
@@ -235,22 +233,22 @@ def _equal(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> 
 
 
 def _hash(entries: Float[Tensor, "entry component"]) -> Int[Tensor, " entry"]:
-    """One whole number for each entry's bits."""
+    """Return an integer hash of each entry's bits."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (entries.shape[-1],), generator=generator) | 1
     return (bits(entries).to(torch.int64) * factors.to(entries.device)).sum(dim=-1)
 
 
 def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
-    """How many equal ones come before each."""
+    """Return the number of equal numbers before each."""
     ordered, order = numbers.sort(stable=True)
     first = torch.searchsorted(ordered, ordered)
     counts = torch.arange(len(numbers), device=numbers.device) - first
     return torch.empty_like(counts).scatter_(0, order, counts)
 
 
-def _scaled(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of both sides in float32, in units of the full ones' root mean square norm."""
+def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return keys and values of both sides in float32, in units of the full ones' root mean square norm."""
     theirs, whole = [], []
     for one, full in ((key, full_key), (value, full_value)):
         unit = full.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -260,24 +258,27 @@ def _scaled(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) ->
 
 
 def _nearest(theirs: Sequence[Tensor], whole: Sequence[Tensor], free: Bool[Tensor, " place"]) -> Int[Tensor, " entry"]:
-    """The place nearest to each entry; of several equally near ones a free place, so that none is given twice."""
+    """Return the index nearest to each entry.
+
+    Of several equally near ones a free index, so that none is assigned twice.
+    """
     size = max(1, _CHUNK_BYTES // (16 * len(free)))
-    found = []
+    nearest = []
     for keys, values in zip(*(torch.split(kind, size) for kind in theirs), strict=True):
         near, far = _ordered(torch.cdist(keys, whole[0]), torch.cdist(values, whole[1]))
         cost = near + _OTHER * far
         best, place = cost.min(dim=-1)
         ties = cost <= (best + _TIE).unsqueeze(-1)
-        found.append(_apart(place, ties, free))
-    return torch.cat(found)
+        nearest.append(_resolve_ties(place, ties, free))
+    return torch.cat(nearest)
 
 
 def _ordered(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(one, other), torch.maximum(one, other)
 
 
-def _apart(place: Tensor, ties: Bool[Tensor, "entry place"], free: Bool[Tensor, " place"]) -> Tensor:
-    """The places, those that are taken replaced by the first free one as near; `free` loses what is given."""
+def _resolve_ties(place: Tensor, ties: Bool[Tensor, "entry place"], free: Bool[Tensor, " place"]) -> Tensor:
+    """Replace indices that are taken by the first free tied one; assigned indices are removed from `free`."""
     for entry, wanted in enumerate(place.tolist()):
         if not free[wanted] and len(others := (ties[entry] & free).nonzero()):
             place[entry] = others[0, 0]

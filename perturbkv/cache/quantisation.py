@@ -1,16 +1,14 @@
-"""Kept entries in few bits, as KIVI stores them: keys per channel, values per entry (https://arxiv.org/abs/2402.02750).
+"""Quantised kept entries, as KIVI stores them: keys per channel, values per entry (https://arxiv.org/abs/2402.02750).
 
 Asymmetric, from minimum to maximum, rounded to nearest. Keys are grouped per channel over consecutive kept entries of a
-kept set, in the order of their positions, as the cache holds them, after rotation (KIVI's and transformers' caches
-quantise rotated keys too); values per entry over consecutive channels. The last group may be smaller, and has a scale
-of its own. The window, and what is decoded later, stay as they are. A group's scale and minimum are rounded to 16-bit
-floats before they are used, so that what attention sees is what would be stored.
+kept set, in the order of their positions, after rotation (KIVI's and transformers' caches quantise rotated keys too);
+values per entry over consecutive channels. The last group may be smaller, with a scale of its own. The window and later
+decoded entries are not quantised. A group's scale and minimum are rounded to 16-bit floats before they are used, so
+that attention sees exactly what would be stored.
 
 The quantisers of transformers' QuantizedCache, optimum-quanto and HQQ, take one whole tensor whose groups cut through
-its flattened dimensions; kept sets of different lengths per head are none, so that this arithmetic is our own.
-`tests/quantised` holds it against optimum-quanto's where both apply.
-
-How many bits a configuration stores of one layer: the entries that it keeps, and what stands in for the others.
+its flattened dimensions; kept sets of different lengths per head do not fit, so that this arithmetic is our own.
+`tests/quantised` compares it with optimum-quanto's where both apply.
 """
 
 from __future__ import annotations
@@ -29,69 +27,77 @@ from perturbkv.configs.precision import correction_bits, stored_bits
 from perturbkv.devices import on_device
 
 
-def rounded(data: Float[Tensor, "place column"], groups: Sequence[int], bits: int) -> Float[Tensor, "place column"]:
-    """What is left of numbers in `bits` bits; each column's `groups` of places share a scale and a minimum.
+def quantise_dequantise(
+    data: Float[Tensor, "place column"], groups: Sequence[int], bits: int
+) -> Float[Tensor, "place column"]:
+    """Quantise numbers to `bits` bits and back; each column's `groups` of rows share a scale and a minimum.
 
-    `groups` are the lengths of consecutive groups. A group of one value, or of a range too small for a 16-bit scale, is
-    its minimum. Numbers beyond 16-bit floats leave NaN or infinity. In float32, and back in the data's type.
+    `groups` are the lengths of consecutive groups. A group of one value, or of a range too small for a 16-bit scale,
+    becomes its minimum. Numbers beyond 16-bit floats give NaN or infinity. Computed in float32; the result has the
+    data's dtype.
     """
     lengths = on_device(list(groups), data.device)
     group = torch.arange(len(groups), device=data.device).repeat_interleave(lengths, output_size=len(data))
-    least, most = _ends(data.to(torch.float32), lengths, max(groups))
+    least, most = _group_ranges(data.to(torch.float32), lengths, max(groups))
     levels = 2**bits - 1
     scale, low = (kind.to(torch.float16).to(torch.float32)[group] for kind in ((most - least) / levels, least))
     codes = ((data.to(torch.float32) - low) / scale.where(scale > 0, 1)).round().clamp(0, levels)
     return (codes * scale + low).to(data.dtype)
 
 
-def _ends(data: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Least and largest of each group and column: (group, column); a shorter group repeats its last place."""
+def _group_ranges(data: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Return smallest and largest number of each group and column: (group, column).
+
+    A shorter group repeats its last row.
+    """
     begins = lengths.cumsum(0) - lengths
     place = torch.arange(longest, device=data.device)
     padded = data[begins.unsqueeze(-1) + torch.minimum(place, lengths.unsqueeze(-1) - 1)]
     return padded.amin(dim=1), padded.amax(dim=1)
 
 
-def quantised(entries: KeptEntries, config: EvictionConfig) -> KeptEntries:
-    """Copies of a configuration's kept entries in its bits, all but the window, which ends each kept set."""
+def quantise_entries(entries: KeptEntries, config: EvictionConfig) -> KeptEntries:
+    """Return copies of a configuration's kept entries, quantised except for the window at the end of each kept set."""
     keys, values = (torch.cat(kind) for kind in zip(*entries.sets(), strict=True))
     few = [max(0, length - config.window) for length in entries.lengths]
     bits, group = config.bits, int(config.precision["group"])
-    places = _first(entries.lengths, few, keys.device)
+    places = _first_indices(entries.lengths, few, keys.device)
     if len(places):
-        per_channel = [part for count in few for part in parts(count, group)]
-        keys[places] = rounded(keys[places], per_channel, bits)
-        values[places] = rounded(values[places].mT, parts(values.shape[-1], group), bits).mT
+        per_channel = [part for count in few for part in group_lengths(count, group)]
+        keys[places] = quantise_dequantise(keys[places], per_channel, bits)
+        values[places] = quantise_dequantise(values[places].mT, group_lengths(values.shape[-1], group), bits).mT
     return KeptEntries(keys, values, torch.arange(len(keys), device=keys.device), entries.lengths)
 
 
-def parts(count: int, group: int) -> list[int]:
-    """Lengths of the groups of `count` numbers, the last one what is left."""
+def group_lengths(count: int, group: int) -> list[int]:
+    """Return the lengths of the groups of `count` numbers, the last one the remainder."""
     left = count % group
     return [group] * (count // group) + [left] * (left > 0)
 
 
-def _first(lengths: Sequence[int], few: Sequence[int], device: torch.device) -> Tensor:
-    """Places of the first `few` entries of each kept set."""
-    begin, found = 0, []
+def _first_indices(lengths: Sequence[int], few: Sequence[int], device: torch.device) -> Tensor:
+    """Return the indices of the first `few` entries of each kept set."""
+    begin, indices = 0, []
     for length, count in zip(lengths, few, strict=True):
-        found.append(torch.arange(begin, begin + count))
+        indices.append(torch.arange(begin, begin + count))
         begin += length
-    return torch.cat(found).to(device, non_blocking=True)
+    return torch.cat(indices).to(device, non_blocking=True)
 
 
 def stored(kept: Kept, configs: Sequence[EvictionConfig]) -> Kept:
-    """The same entries, those of configurations that ask for it in few bits."""
-    few = {place: quantised(kept.entries[place], configs[place]) for place in kept.order if configs[place].quantised}
+    """Return the same entries, quantised for configurations that ask for it."""
+    few = {
+        place: quantise_entries(kept.entries[place], configs[place]) for place in kept.order if configs[place].quantised
+    }
     return replace(kept, entries=kept.entries | few)
 
 
 def held_bits(
     config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
 ) -> int:
-    """Of kept sets of `kept` entries each, which all of a layer's query heads share evenly.
+    """Return the bits stored for one layer with kept sets of `kept` entries, which all query heads share evenly.
 
-    Of one that reads pages every entry, and what these are chosen by; of one with a prefill of its own every entry.
+    A policy that reads pages stores every entry and the pages' bounds; one with a prefill of its own every entry.
     """
     if config.lined:
         return stored_bits(config.precision, prompt_tokens, config.window, d_head) * kv_heads

@@ -1,8 +1,7 @@
-"""A layer that sees the last entries alone: its window is the same whatever is evicted elsewhere.
+"""Cache layers with a sliding window, which eviction elsewhere does not change; and the tail of decoded tokens.
 
-In a cache of evicted rows it holds the prompt's last entries once for all rows, and a tail of what each row decoded.
-
-What rows of an evicted cache decoded since: keys and values that grow by doubling, each row's own.
+In a cache of evicted rows a sliding layer holds the prompt's last entries once for all rows, and each row's decoded
+tokens in a tail that grows by doubling.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 
 FIRST = 8
-"""Tokens that a tail has room for at first."""
+"""Initial capacity of a tail, in tokens."""
 
 
-def with_sinks(
+def merge_sinks(
     output: Float[Tensor, "row head query d_head"],
     total: Float[Tensor, "row head query"],
     sinks: Float[Tensor, " head"] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some entries and its log-sum-exps, joined with each head's sink: a logit without a value."""
+    """Merge attention over some entries and its log-sum-exps with each head's sink, a logit without a value."""
     if sinks is None:
         return output, total
     joint = torch.logaddexp(total, sinks.to(total).view(1, -1, 1).expand_as(total))
@@ -36,9 +35,9 @@ def with_sinks(
 
 
 class Tail:
-    """Of one layer: `keys` and `values` (row, kv_head, room, d_head), of which the first `length` are there.
+    """The decoded tokens of one layer: `keys` and `values` (row, kv_head, room, d_head), of which `length` are in use.
 
-    `seen` counts the prompt's entries, evicted ones included, for positions; only an `attached` one takes tokens.
+    `seen` counts the prompt's entries, evicted ones included, for positions; only an `attached` tail accepts tokens.
     """
 
     keys: Tensor
@@ -50,7 +49,7 @@ class Tail:
     attached: bool
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for the first decoded tokens."""
+        """Allocate the initial capacity."""
         shape = (self.batch, key_states.shape[1], FIRST, key_states.shape[-1])
         self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
         self.is_initialized = True
@@ -80,25 +79,25 @@ class Tail:
             self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
 
     def _only(self, rows: Sequence[int]) -> None:
-        """Keep the tails of these rows alone, in this order."""
+        """Keep only the tails of these rows, in this order."""
         if self.is_initialized:
             kept = on_device(list(rows), self.keys.device)
             self.keys, self.values = self.keys[kept], self.values[kept]
 
     def get_seq_length(self) -> int:
-        """Tokens seen so far, evicted ones included: the next token's position."""
+        """Return the number of tokens so far, evicted ones included: the next token's position."""
         return self.seen + self.length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset for transformers' mask, which attention over a CompactCache does not read.
+        """Return length and offset for transformers' mask, which attention over a CompactCache does not read.
 
-        Older transformers hand over the queries' positions instead of their number.
+        Older transformers pass the queries' positions instead of their number.
         """
         queries = len(query_length) if isinstance(query_length, Tensor) else query_length
         return self.get_seq_length() + queries, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return −1: there is no maximum."""
         return -1
 
     get_max_cache_shape = get_max_length
@@ -107,7 +106,7 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What a sliding layer holds of a prompt: at most the last `size` − 1 of its `seen` entries."""
+    """The entries of a prompt in a sliding layer: at most the last `size` − 1 of its `seen` entries."""
 
     keys: Float[Tensor, "kv_head entry d_head"]
     values: Float[Tensor, "kv_head entry d_head"]
@@ -116,7 +115,7 @@ class Window:
 
 
 class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own among them."""
+    """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own included."""
 
     is_sliding = True
 
@@ -127,30 +126,33 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fresh(self) -> SlidingLayer:
-        """Another layer of the same window, which both share; nothing may have been decoded from this one."""
+        """Return another layer that shares the window; valid only before any decoding."""
         return copy.copy(self)
 
     def attend(
         self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
     ) -> Tensor:
-        """Attention of the newest tokens over window and tail: (row, query, head, d_head), in the query's dtype."""
+        """Return attention (row, query, head, d_head) of the newest tokens over window and tail, in query's dtype."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         kv_heads, entries = self.window.keys.shape[:2]
         first = max(0, self.length - queries - self.window.size + 1)
         keys, values = (tail[:, :, first : self.length].to(work) for tail in (self.keys, self.values))
-        asked = (query.to(work) * scale).reshape(rows, kv_heads, -1, d_head)
-        logits = torch.cat([asked @ self.window.keys.to(work).mT, asked @ keys.mT], dim=-1)
+        scaled = (query.to(work) * scale).reshape(rows, kv_heads, -1, d_head)
+        logits = torch.cat([scaled @ self.window.keys.to(work).mT, scaled @ keys.mT], dim=-1)
         hidden = self._unseen(queries, first, query.device)
         logits = logits.view(rows, heads, queries, -1).masked_fill_(hidden, -torch.inf)
         total = logits.logsumexp(dim=-1)
         weights = (logits - total.unsqueeze(-1)).exp().view(rows, kv_heads, -1, logits.shape[-1])
-        found = weights[..., :entries] @ self.window.values.to(work) + weights[..., entries:] @ values
-        found, _ = with_sinks(found.view(rows, heads, queries, d_head), total, sinks)
-        return found.to(query.dtype).transpose(1, 2).contiguous()
+        output = weights[..., :entries] @ self.window.values.to(work) + weights[..., entries:] @ values
+        output, _ = merge_sinks(output.view(rows, heads, queries, d_head), total, sinks)
+        return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _unseen(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
-        """True where an entry is later than the query, or too far before it; the tail's from its `first` on."""
+        """Return True where an entry is later than the query, or outside its window.
+
+        Tail entries are those from `first`.
+        """
         entries = self.window.keys.shape[1]
         places = torch.cat([
             torch.arange(self.seen - entries, self.seen, device=device),
@@ -160,10 +162,10 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return (places > newest) | (places <= newest - self.window.size)
 
     def forget(self, after: int) -> None:
-        """Forget what was decoded after the first `after` tokens."""
+        """Drop the tokens decoded after the first `after`."""
         self.length = after
 
     def only(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep only these rows, in this order."""
         self.batch = len(rows)
         self._only(rows)

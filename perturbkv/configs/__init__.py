@@ -1,1 +1,1 @@
-"""What a user chooses, frozen and validated where it is made."""
+"""The choices of a user, frozen and validated at construction."""

@@ -1,4 +1,4 @@
-"""α per layer or per head, from a file: the share of a kept set that stage 1 takes (METHOD: Select). No torch here."""
+"""Tables of α, the share of stage 1, per layer or per head, read from a file (METHOD: Select). No torch here."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from perturbkv.user_files import MIB, FileKind
 GLOBAL, LAYER, HEAD = "global", "layer", "head"
 BY = (GLOBAL, LAYER, HEAD)
 _SHAPES = {GLOBAL: "a number", LAYER: "a list of a number per layer", HEAD: "a list of numbers per head for each layer"}
-_FILE = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB, "perturbkv alpha writes them")
+_FILE = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB, "perturbkv question alpha writes them")
 _MARK, _DIGITS = "@", 8
 
 
 @dataclass(frozen=True)
 class AlphaTable:
-    """Shares of stage 1 that are not all one number.
+    """A table of stage-1 shares: one number, one per layer, or one per head.
 
-    Its text is `name@digest`, so that two files of one name are two choices. A table under another name is another
-    choice too, as a trace knows its configurations by their text; one run does not take both.
+    Its text is `name@digest`, so that two files of one name are two choices. The same table under another name is
+    another choice too, as a trace identifies its configurations by their text; one run does not accept both.
 
     Attributes:
-        name: of the file, without its folder.
+        name: file name, without its folder.
         by: `global`, `layer` or `head`.
-        shares: (layer, head) α in [0, 1]: one row where `by` is global, one number a row unless it is head.
-        layers: the measured decoder layers that the rows are of; may be left out where `by` is global.
+        shares: (layer, head) α in [0, 1]: one row where `by` is global; one number per row unless `by` is head.
+        layers: the measured decoder layers of the rows; may be left out where `by` is global.
 
-    Raises ConfigError for a share outside [0, 1], another shape, and a name with characters that are not seen.
+    Raises ConfigError for a share outside [0, 1], another shape, and a name with invisible characters.
     """
 
     name: str
@@ -63,19 +63,19 @@ class AlphaTable:
 
     @property
     def digest(self) -> str:
-        """The first digits of the SHA-256 of what it says, whatever it is called."""
-        said = json.dumps([self.by, self.shares, self.layers])
-        return hashlib.sha256(said.encode()).hexdigest()[:_DIGITS]
+        """The first digits of the SHA-256 of the table's content, whatever its name."""
+        content = json.dumps([self.by, self.shares, self.layers])
+        return hashlib.sha256(content.encode()).hexdigest()[:_DIGITS]
 
     @property
     def mean(self) -> float:
-        """Over all that it holds."""
+        """Mean of all shares."""
         return statistics.mean(share for row in self.shares for share in row)
 
     def of(self, layer: int, sets: int) -> tuple[float, ...]:
-        """α of each of the kept sets of a measured layer, counted from 0; of heads that share one their mean.
+        """Return α of each of the `sets` kept sets of a measured layer, counted from 0.
 
-        The mean of equal shares is that share, bit for bit.
+        For heads that share a set their mean. The mean of equal shares is that share, bit for bit.
         """
         row = self.shares[0 if self.by == GLOBAL else layer]
         if len(row) == 1:
@@ -86,19 +86,19 @@ class AlphaTable:
         return tuple(statistics.mean(row[first : first + group]) for first in range(0, len(row), group))
 
     def check(self, layers: Sequence[int], heads: int) -> None:
-        """Raise ConfigError unless it is of a model of these measured layers and so many query heads."""
-        wanted, got = [f"layers {_listed(layers)}"], [f"layers {_listed(self.layers)}"]
+        """Raise ConfigError unless the table fits a model with these measured layers and so many query heads."""
+        wanted, got = [f"layers {_format_layers(layers)}"], [f"layers {_format_layers(self.layers)}"]
         if self.by == HEAD:
             wanted, got = [*wanted, f"{heads} heads"], [*got, f"{len(self.shares[0])} heads"]
         if wanted != got and (self.layers or self.by != GLOBAL):
             msg = (
                 f"alpha={self.name}: expected shares of {' and '.join(wanted)}, as the model has them, got those of "
-                f"{' and '.join(got)}; choose this model's: perturbkv alpha"
+                f"{' and '.join(got)}; choose this model's: perturbkv question alpha"
             )
             raise ConfigError(msg)
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON holds it, in a file or in a run; `from_document` takes it back."""
+        """Return the table as JSON, in a file or in a run; `from_document` reads it."""
         first = [row[0] for row in self.shares]
         shapes: Mapping[str, Any] = {GLOBAL: first[0], LAYER: first, HEAD: [list(row) for row in self.shares]}
         layers = {"layers": list(self.layers)} if self.layers else {}
@@ -106,7 +106,7 @@ class AlphaTable:
 
     @classmethod
     def from_document(cls, document: Any, name: str) -> Self:
-        """The table that a JSON value writes. Raises ConfigError for another value."""
+        """Return the table of a JSON value. Raises ConfigError for any other value."""
         if not isinstance(document, dict) or document.get("by") not in BY:
             got = type(document).__name__ if not isinstance(document, dict) else repr(document.get("by"))[:40]
             msg = f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}'
@@ -115,7 +115,7 @@ class AlphaTable:
             msg = f"expected by, alpha, layers and about in {name}, got '{line(strange[0])[:40]}'"
             raise ConfigError(msg)
         by, layers = document["by"], document.get("layers", [])
-        if not isinstance(layers, list) or not all(_is(int, one) and one >= 0 for one in layers):
+        if not isinstance(layers, list) or not all(_is_number(int, one) and one >= 0 for one in layers):
             msg = f"expected layers of {name} to be decoder layers such as [0, 1], got {str(layers)[:40]}"
             raise ConfigError(msg)
         return cls(name, by, _rows(by, document.get("alpha"), name), tuple(layers))
@@ -125,13 +125,14 @@ class AlphaTable:
 
 
 def read(text: str) -> AlphaTable:
-    """The table of a file; a text that ends in `@` and a table's digest is the file before it, which has to hold it.
+    """Read the table of a file.
 
-    Raises ConfigError where it is none, or another table.
+    A text that ends in `@` and a digest is the file before it, which must have that digest. Raises ConfigError where
+    the file holds no table, or another one.
     """
-    found, mark, digest = text.rpartition(_MARK)
+    file, mark, digest = text.rpartition(_MARK)
     known = mark and len(digest) == _DIGITS and not Path(text).expanduser().exists()
-    path = Path(found if known else text).expanduser()
+    path = Path(file if known else text).expanduser()
     _FILE.check(path)  # no pipe: each configuration reads it
     table = AlphaTable.from_document(_FILE.read_json(path), path.name)
     if known and table.digest != digest:
@@ -145,7 +146,7 @@ def check(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
     names: dict[str, str] = {}
     for one in shares:
         if isinstance(one, AlphaTable):
-            one.check(layer_types.measured(model_config), int(model_config.num_attention_heads))
+            one.check(layer_types.measured_layers(model_config), int(model_config.num_attention_heads))
             if names.setdefault(one.digest, one.name) != one.name:
                 msg = f"{names[one.digest]} and {one.name} hold one table of alpha; give one of them"
                 raise ConfigError(msg)
@@ -153,10 +154,10 @@ def check(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
 
 @dataclass(frozen=True)
 class AlphaOption(Option):
-    """α as a number, or as the file of a table."""
+    """An option for α: a number, or the file of a table."""
 
     def checked(self, value: Any, name: str, of: str = "") -> Any:
-        """A table as it is, a text as that of the file it names. Raises ConfigError as `Option` and `read`."""
+        """Return a number or a table; a text names the table's file. Raises ConfigError as `Option` and `read`."""
         if isinstance(value, AlphaTable):
             return value
         return read(value) if isinstance(value, str) else super().checked(value, name, of)
@@ -169,18 +170,18 @@ def _rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
         HEAD: lambda: [list(row) if isinstance(row, list) else None for row in alpha],
     }
     rows = kinds[by]() if by == GLOBAL or isinstance(alpha, list) else None
-    if rows is None or not all(row is not None and all(_is(int | float, one) for one in row) for row in rows):
+    if rows is None or not all(row is not None and all(_is_number(int | float, one) for one in row) for row in rows):
         msg = f"expected alpha of {name} to be {_SHAPES[by]}, got {str(alpha)[:40]}"
         raise ConfigError(msg)
     return tuple(tuple(map(float, row)) for row in rows)
 
 
-def _is(kind: Any, value: Any) -> bool:
-    """Whether it is of a kind; true is no number, and neither is a whole one that no float is."""
+def _is_number(kind: Any, value: Any) -> bool:
+    """Return whether a value is a number of a type; true is not a number, nor is an integer beyond 2**63."""
     return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def _listed(layers: Sequence[int]) -> str:
-    """'0-29', or each of them."""
+def _format_layers(layers: Sequence[int]) -> str:
+    """Format layers as a range '0-29', or list them."""
     whole = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
     return f"{layers[0]}-{layers[-1]}" if whole and len(layers) > 1 else " ".join(map(str, layers)) or "none"

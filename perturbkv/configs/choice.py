@@ -1,6 +1,6 @@
-"""`name(option=value, …)`: how a policy or a selection is written with its own parameters. One parser, one printer.
+"""Choices with parameters, written `name(option=value, …)`: one parser and one printer for policies and selections.
 
-A value is a number, true, false, none, a name, quoted text, or a call again; the first may stand without a name:
+A value is a number, true, false, none, a name, quoted text, or another call; the first value may lack a name:
 `adakv(floor=0.1, safeguard=guaranteed)`, `outer(inner(window=64), alpha=0.25)`.
 """
 
@@ -19,11 +19,11 @@ _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
 _PREFIX = re.compile(r".*\.py|kvpress|given")
-"""What stands before a colon and belongs to the name behind it."""
+"""Prefixes that belong to the name after the colon."""
 DEEPEST = 16
-"""Calls inside each other."""
+"""Deepest nesting of calls."""
 FIRST = ""
-"""The name of an option that was given without one."""
+"""Key of an option that was written without a name."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Choice:
     """A name and its options.
 
     Attributes:
-        name: what is chosen.
-        options: name -> number, truth, None, text or `Choice`; `FIRST` for the one without a name.
-        usual: of a resolved choice, which holds every option that makes a difference: those at their default, which are
-            left out where the choice is shown. None: of a choice that was not resolved yet.
+        name: the chosen name.
+        options: option -> number, truth value, None, text or `Choice`; the key `FIRST` for an option without a name.
+        usual: names of the options at their default, which the printed form omits; only a resolved choice has them.
+            None for a choice that is not resolved yet.
 
-    Raises ConfigError for a name or a text with characters that are not seen, as no label shows them.
+    Raises ConfigError for a name or a text with invisible characters, which no label can show.
     """
 
     name: str
@@ -57,39 +57,41 @@ class Choice:
 
     @property
     def told(self) -> dict[str, Any]:
-        """The options that are shown."""
+        """The options that the printed form shows."""
         return {name: value for name, value in self.options.items() if name not in (self.usual or ())}
 
     def without(self, names: Iterable[str]) -> Choice:
-        """The choice without these options."""
+        """Return the choice without these options."""
         gone = set(names)
         left = {name: value for name, value in self.options.items() if name not in gone}
         return Choice(self.name, left, None if self.usual is None else self.usual & left.keys())
 
     def __str__(self) -> str:
         names = self.usual is not None  # an owner of its options takes `none` for the name that it is
-        told = {name: value if names and value == "none" else _shown(value) for name, value in self.told.items()}
-        shown = [f"{name}={value}" if name else value for name, value in told.items()]
+        texts = {
+            name: value if names and value == "none" else _format_value(value) for name, value in self.told.items()
+        }
+        shown = [f"{name}={value}" if name else value for name, value in texts.items()]
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 
 def as_choice(given: Choice | str) -> Choice:
-    """The choice itself, or the one that a text writes. Raises ConfigError that points at the character."""
+    """Return a choice as it is, or parse a text. Raises ConfigError that points at the wrong character."""
     return given if isinstance(given, Choice) else parse(given)
 
 
 def parse(text: str) -> Choice:
-    """Read a choice. Raises ConfigError that points at the character where it stops being one."""
+    """Parse a choice. Raises ConfigError that points at the first wrong character."""
     reader = _Reader(text)
-    found = reader.choice()
+    choice = reader.choice()
     reader.skip()
     if reader.place < len(text):
         reader.refuse("nothing more")
-    return found
+    return choice
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Parts of a text between separators that stand outside all brackets and quotes."""
+    """Split a text at the separators outside all brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -106,28 +108,31 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def halves(text: str) -> list[str]:
-    """Policy and selection of `policy:selection`, or the text alone; `my_file.py:MyScore` is one name."""
+    """Split `policy:selection` into its two parts; a text without a selection is the only part.
+
+    A colon within one name does not split: `my_file.py:MyScore`.
+    """
     first, *rest = split(text, ":")
     if rest and _PREFIX.fullmatch(first):
         first, *rest = f"{first}:{rest[0]}", *rest[1:]
     return [first, ":".join(rest)] if rest else [first]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Choice) and not value.told:
         return f"{value}()"  # a call: a bare name is text
     text = str(value)
-    typed = isinstance(value, str) and _typed(text) != text
+    typed = isinstance(value, str) and _parse_word(text) != text
     if typed or not (isinstance(value, Choice) or _NAME.fullmatch(text)):
         quote = "'" if '"' in text else '"'
         return f"{quote}{text}{quote}"
     return text
 
 
-def _typed(word: str) -> Any:
-    """What a bare word is: a number, true, false, none, or itself."""
+def _parse_word(word: str) -> Any:
+    """Return the value of a bare word: a number, true, false, none, or the word itself."""
     for kind in (int, float):
         try:
             return kind(word)
@@ -137,17 +142,17 @@ def _typed(word: str) -> Any:
 
 
 class _Reader:
-    """Reads one text from left to right."""
+    """A parser that reads one text from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text, self.place, self.depth = text, 0, 0
 
     def skip(self) -> None:
-        found = _SPACE.match(self.text, self.place)
-        self.place = found.end() if found else self.place
+        match = _SPACE.match(self.text, self.place)
+        self.place = match.end() if match else self.place
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raise ConfigError with the place where something else was expected."""
+        """Raise ConfigError with the position where something else was expected."""
         rest = self.text[self.place :]
         got = f"'{rest[:12]}{'…' if len(rest) > 12 else ''}'" if rest else "its end"
         msg = (
@@ -155,8 +160,8 @@ class _Reader:
         )
         raise ConfigError(msg)
 
-    def taken(self, letter: str) -> bool:
-        """Whether the next letter is this one, which is then passed."""
+    def accept(self, letter: str) -> bool:
+        """Consume these characters if they come next; return whether they did."""
         self.skip()
         if not self.text.startswith(letter, self.place):
             return False
@@ -165,38 +170,38 @@ class _Reader:
 
     def word(self, expected: str) -> str:
         self.skip()
-        found = _NAME.match(self.text, self.place)
-        if found is None:
+        match = _NAME.match(self.text, self.place)
+        if match is None:
             self.refuse(expected)
-        self.place = found.end()
-        return found.group()
+        self.place = match.end()
+        return match.group()
 
     def choice(self) -> Choice:
         name = self.word("a name")
-        return Choice(name, self.options()) if self.taken("(") else Choice(name)
+        return Choice(name, self.options()) if self.accept("(") else Choice(name)
 
     def options(self) -> dict[str, Any]:
         self.depth += 1
         if self.depth > DEEPEST:
             self.refuse(f"at most {DEEPEST} calls inside each other")
-        found: dict[str, Any] = {}
-        while not self.taken(")"):
-            if found and not self.taken(","):
+        options: dict[str, Any] = {}
+        while not self.accept(")"):
+            if options and not self.accept(","):
                 self.refuse("',' or ')'")
             begin = self.place
-            name, value = self.option(first=not found)
-            if name in found:
+            name, value = self.option(first=not options)
+            if name in options:
                 self.place = begin
                 self.refuse(f"{name} once")
-            found[name] = value
+            options[name] = value
         self.depth -= 1
-        return found
+        return options
 
     def option(self, first: bool) -> tuple[str, Any]:
         self.skip()
         begin = self.place
         value = self.value()
-        if isinstance(value, str) and self.taken("="):
+        if isinstance(value, str) and self.accept("="):
             return value, self.value()
         if not first:
             self.place = begin
@@ -210,4 +215,4 @@ class _Reader:
             self.place = quoted.end()
             return quoted.group()[1:-1]
         word = self.word("a value")
-        return Choice(word, self.options()) if self.taken("(") else _typed(word)
+        return Choice(word, self.options()) if self.accept("(") else _parse_word(word)

@@ -1,4 +1,4 @@
-"""Numbers of entries that a user gives as entries or as a share: budgets, and what always stays of them."""
+"""Numbers of cache entries, given as entries or as a fraction: budgets and always-kept entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perturbkv.errors import BudgetError
 
 @dataclass(frozen=True, order=True)
 class Budget:
-    """Entries kept per head, the window included: an int is tokens, a float a fraction of the prompt.
+    """A number of entries kept per head, window included: an int is tokens, a float a fraction of the prompt.
 
     Raises BudgetError where it is not positive, infinite, or a fraction above 1.
     """
@@ -36,16 +36,16 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read '128' as tokens and '0.05' as a fraction of the prompt's length."""
+        """Parse '128' as tokens and '0.05' as a fraction of the prompt's length."""
         return cls(parse_entries("a budget", text))
 
     def tokens(self, prompt_tokens: int) -> int:
-        """The budget of a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, unchanged where given in tokens."""
+        """Return the budget for a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, or the tokens themselves."""
         return entries(self.value, prompt_tokens)
 
     @property
     def unit(self) -> str:
-        """What the number counts."""
+        """The unit of the number."""
         return "entries" if isinstance(self.value, int) else "share of the prompt"
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Budget:
 
 
 def parse_entries(what: str, text: str) -> int | float:
-    """An int for '128', a float for '0.05'. Raises BudgetError where `text` is neither; `what` names it."""
+    """Return an int for '128', a float for '0.05'. Raises BudgetError for any other text; `what` names it."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -64,12 +64,12 @@ def parse_entries(what: str, text: str) -> int | float:
 
 
 def entries(value: int | float, of: int) -> int:
-    """How many entries a share (float) of `of` entries is, rounded down; an int is entries already."""
+    """Return the number of entries in a share (float) of `of` entries, rounded down; an int is a number already."""
     if isinstance(value, int):
         return value
     return int(whole_entries(value * of))
 
 
 def whole_entries(shares: Any) -> Any:
-    """Shares of entries rounded down, numbers and tensors alike: ⌊0.29 · 100⌋ is 29, though 28.999… in binary."""
+    """Round shares of entries down, numbers or tensors: ⌊0.29 · 100⌋ is 29, though 28.999… in binary."""
     return (shares + 1e-9) // 1

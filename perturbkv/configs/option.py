@@ -1,7 +1,4 @@
-"""An option of a policy, a selection or a granularity: its default, what it means, and what it may be.
-
-What a number that a user gives may be, whatever it is for: finite, and small enough to count with.
-"""
+"""Options of policies, selections and granularities, with default, meaning and range; and the limits of all numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +13,26 @@ from perturbkv.configs.choice import FIRST, Choice, as_choice
 from perturbkv.errors import ConfigError, UnknownNameError
 
 LARGEST = 2**63 - 1
-"""The largest whole number that arrays, files and drawn numbers hold."""
+"""The largest integer that arrays, files and random generators can represent."""
 MOST_CONFIGURATIONS = 10_000
-"""Of one run: more are nobody's sweep, and planning them alone takes longer than anybody waits."""
+"""Limit of configurations in one run; planning more takes longer than anybody waits."""
 MOST_SAMPLES = 100_000
 LONGEST_NUMBER = 2_000_000
-"""Tokens of a prompt that is made: beyond every model's context, and made in seconds."""
+"""Limit of tokens of a synthetic prompt: longer than every model's context, and made in seconds."""
 
 
 def check_number(what: str, value: float, most: float = LARGEST) -> None:
-    """Raise ConfigError for what is NaN, infinite or beyond `most`; `what` names it."""
+    """Raise ConfigError for a number that is NaN, infinite or beyond `most`; `what` names it in the message."""
     if isinstance(value, float) and not math.isfinite(value):
         msg = f"{what} must be a finite number, got {value}"
         raise ConfigError(msg)
     if not -most <= value <= most:
-        msg = f"{what} must be at most {most:,}, got {_said(value)}"
+        msg = f"{what} must be at most {most:,}, got {_format_number(value)}"
         raise ConfigError(msg)
 
 
 def check_configurations(count: int) -> None:
-    """Raise ConfigError for more configurations than a run takes."""
+    """Raise ConfigError for more configurations than a run may have."""
     if count > MOST_CONFIGURATIONS:
         msg = (
             f"expected at most {MOST_CONFIGURATIONS:,} configurations in a run, got {count:,}; give fewer values, or "
@@ -44,7 +41,7 @@ def check_configurations(count: int) -> None:
         raise ConfigError(msg)
 
 
-def _said(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.3g}" if abs(value) > 1e15 else str(value)
 
 
@@ -54,7 +51,7 @@ KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     float: ((int, float), "a number"),
     str: ((str,), "a name"),
 }
-"""Type of an option -> what may be given, and how that is called."""
+"""Type of an option -> accepted types, and their description."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +59,14 @@ class Option:
     """One option.
 
     Attributes:
-        default: its value where nobody says otherwise; its type is the option's.
-        about: what it does, in a line.
-        known: what a name may be.
-        low, high: least and largest number, `high` itself allowed where it is finite.
-        odd: whether a number has to be odd.
-        among: the numbers that it may be, where these are few.
-        call: whether it takes another choice, `name(option=value)`, beside its default.
-        later: whether older traces' choices lack it: what they did is the default.
+        default: its default value, whose type is the option's type.
+        about: its meaning, in one line.
+        known: accepted names.
+        low, high: smallest and largest number; `high` itself is accepted where it is finite.
+        odd: whether the number must be odd.
+        allowed: accepted numbers, where these are few.
+        call: whether it accepts another choice, `name(option=value)`, besides its default.
+        new: whether choices in older traces lack it; they mean the default.
     """
 
     default: bool | int | float | str
@@ -78,17 +75,17 @@ class Option:
     low: float = 0
     high: float = math.inf
     odd: bool = False
-    among: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
     call: bool = False
-    later: bool = False
+    new: bool = False
 
     @property
     def written(self) -> str:
-        """The default as it stands in a choice."""
+        """The default as text in a choice."""
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def checked(self, value: Any, name: str, of: str = "") -> Any:
-        """The value as its type; `name` is the option's, `of` its owner's, for messages.
+        """Return the value converted to the option's type; `name` is the option's and `of` its owner's, for messages.
 
         Raises ConfigError for another kind or range, UnknownNameError for an unknown name.
         """
@@ -112,8 +109,8 @@ class Option:
         if not (self.low <= value <= self.high and value <= LARGEST):
             msg = f"{what} must {self._range()}, got {value}"
             raise ConfigError(msg)
-        if self.among and value not in self.among:
-            msg = f"{what} is one of {', '.join(map(str, self.among))}, got {value}"
+        if self.allowed and value not in self.allowed:
+            msg = f"{what} is one of {', '.join(map(str, self.allowed))}, got {value}"
             raise ConfigError(msg)
         if self.odd and value % 2 == 0:
             msg = f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}"
@@ -126,7 +123,7 @@ class Option:
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
-    """A field of a score or a policy that is an option of its own; `limits` are further fields of `Option`."""
+    """Return a dataclass field of a score or a policy that is an option; `limits` are further fields of `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
 
 
@@ -135,7 +132,7 @@ class WithOptions:
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Its options by name, those of its own class first."""
+        """Return the options by name, those of the class itself before inherited ones."""
         own = cls.__dict__.get("__annotations__", {})
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         ordered = sorted(fields, key=lambda field: field.name not in own)
@@ -143,32 +140,34 @@ class WithOptions:
 
     @classmethod
     def summed_up(cls) -> str:
-        """What it is in a line: its own `summary`, else its docstring's first line, else the summary of its base."""
-        said = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-        made = said.startswith(f"{cls.__name__}(")  # by `dataclass`, of a class that says nothing
-        return str(vars(cls).get("summary") or ("" if made else said) or getattr(cls, "summary", ""))
+        """Return a summary in one line: its own `summary`, else its docstring's first line, else its base's summary."""
+        summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+        made = summary.startswith(f"{cls.__name__}(")  # by `dataclass`, of a class that says nothing
+        return str(vars(cls).get("summary") or ("" if made else summary) or getattr(cls, "summary", ""))
 
 
-def completed(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
-    """The choice with all of its owner's options, each checked; a resolved one as it is, with those that came later.
+def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
+    """Return the choice with all options of its owner, each checked; a resolved choice only gets options added since.
 
-    `what` names the owner. Raises ConfigError for an option that it lacks, one without a name, or a wrong value.
+    `what` names the owner. Raises ConfigError for an unknown option, one without a name, or a wrong value.
     """
     if choice.usual is not None:
-        return _of_today(choice, options)
+        return _with_new_options(choice, options)
     for name, value in choice.options.items():
         if name == FIRST or name not in options:
             msg = f"{what} has no option '{name or value}'; its options: {', '.join(options) or 'none'}"
             raise ConfigError(msg)
-    held = {
+    values = {
         name: option.checked(choice.options.get(name, option.default), name, what) for name, option in options.items()
     }
-    return Choice(choice.name, held, frozenset(name for name, value in held.items() if value == options[name].default))
+    return Choice(
+        choice.name, values, frozenset(name for name, value in values.items() if value == options[name].default)
+    )
 
 
-def _of_today(choice: Choice, options: Mapping[str, Option]) -> Choice:
-    """A resolved choice, which an older trace may hold without options that came later."""
-    missing = {name: one.default for name, one in options.items() if one.later and name not in choice.options}
+def _with_new_options(choice: Choice, options: Mapping[str, Option]) -> Choice:
+    """Return a resolved choice with the options that were added after its trace was written."""
+    missing = {name: one.default for name, one in options.items() if one.new and name not in choice.options}
     if not missing or choice.usual is None:
         return choice
     return Choice(choice.name, {**choice.options, **missing}, choice.usual | missing.keys())

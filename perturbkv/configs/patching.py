@@ -1,6 +1,6 @@
-"""What is asked of swapped kept sets: who the players are, what is compared, and how often. No torch here.
+"""Settings of kept-set patching: the mixtures of two configurations' kept sets, the players and the outcome.
 
-Which of two configurations' kept sets each head has: a mixture of both. No torch here.
+Each kept set of a mixture is the baseline's or the treatment's. No torch here.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _WORDS = {False: "b", True: "t"}
 
 @dataclass(frozen=True)
 class Mixture:
-    """A kept set for every head, the baseline's or the treatment's.
+    """The side that each head's kept set comes from, the baseline or the treatment.
 
     Attributes:
-        layers: per measured layer and kept set (query head, key/value head), True where it is the treatment's.
+        layers: per measured layer and kept set (query head, key/value head), True for the treatment's.
     """
 
     layers: tuple[tuple[bool, ...], ...]
 
     @classmethod
     def of_layers(cls, layers: int, heads: int, treated: Collection[int]) -> Self:
-        """The treatment's kept sets in all heads of these layers, by their places, the baseline's elsewhere."""
+        """Return the mixture with the treatment's kept sets in all heads of the layers at these indices."""
         return cls(tuple((layer in treated,) * heads for layer in range(layers)))
 
     @classmethod
     def of_cells(cls, layers: int, heads: int, treated: Collection[tuple[int, int]]) -> Self:
-        """The treatment's kept sets in these (layer, head), the baseline's elsewhere."""
+        """Return the mixture with the treatment's kept sets in these (layer, head)."""
         return cls(tuple(tuple((layer, head) in treated for head in range(heads)) for layer in range(layers)))
 
     @classmethod
     def parse(cls, text: str, heads: int) -> Self:
-        """What `str` wrote. Raises ValueError for any other text."""
+        """Parse the text that `str` writes. Raises ValueError for any other text."""
         words = _LAYER.findall(text)
         layers = tuple(tuple(one == "1" for one in word[1:-1]) or (word == "t",) * heads for word in words)
         if "".join(words) != text or any(len(layer) != heads for layer in layers):
@@ -49,7 +49,7 @@ class Mixture:
         return cls(layers)
 
     def __str__(self) -> str:
-        """A letter for each layer, `b` or `t`; one whose heads differ is `(0110)`, 1 where they are the treatment's."""
+        """Return one letter per layer, `b` or `t`; for a layer whose heads differ `(0110)`, 1 for the treatment's."""
         return "".join(
             _WORDS[layer[0]] if len(set(layer)) == 1 else f"({''.join(map(str, map(int, layer)))})"
             for layer in self.layers
@@ -62,15 +62,15 @@ OUTCOMES = {
     "kl": "KL(full ‖ evicted) of the next token, nat",
     "score": "score of the answer, 0 to 1",
 }
-"""What a game is about; of a score more is better, of the others less."""
+"""Outcome -> its description and unit; larger is better for a score, smaller for the other outcomes."""
 EXACT, MOST_EXACT = 8, 12
-"""Players up to which all subsets are measured unasked, and at most."""
+"""Numbers of players up to which all subsets are measured by default, and on request."""
 PERMUTATIONS, GREEDY = 16, 10
 LEAST = 8
-"""Orders, reverses included: the error of drawing fewer is not told rightly."""
+"""Fewest permutations, reverses included, whose standard error can be estimated."""
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 Coalition = frozenset[int]
-"""Players that take the treatment's kept sets, by their places."""
+"""Players with the treatment's kept sets, by their indices."""
 
 
 @dataclass(frozen=True, order=True)
@@ -81,33 +81,32 @@ class Player:
     head: int | None = None
 
     def __str__(self) -> str:
-        """`18`, or `0-3`: as layer-head."""
+        """Return `18` for a layer, or `0-3` for head 3 of layer 0."""
         return str(self.layer) if self.head is None else f"{self.layer}-{self.head}"
 
 
 @dataclass(frozen=True)
-class SwapConfig:
-    """What is asked.
+class PatchingConfig:
+    """Settings of kept-set patching.
 
     Attributes:
         by: who the players are: `layers`, or `heads`, one per kept set.
-        layers: that play, by their numbers in the model; empty: all measured ones. The others keep the baseline's sets.
-        baseline_in: of each mixture that is asked for, the layers with the baseline's kept sets; the treatment's
-            elsewhere.
+        layers: layers of the players, by number; empty: all measured layers. Other layers keep the baseline's sets.
+        baseline_in: for each requested mixture, the layers with the baseline's kept sets; the treatment's elsewhere.
         treatment_in: likewise the layers with the treatment's.
-        permutations: of the players, in pairs of an order and its reverse; None: all subsets of few players, else
-            `PERMUTATIONS`. 0: no Shapley values.
+        permutations: number of random orders of the players, in pairs of an order and its reverse; None: all subsets
+            for few players, else `PERMUTATIONS`. 0: no Shapley values.
         exact: whether all subsets are measured.
-        greedy: players that are added one after the other, at most; None: `GREEDY`, of two samples or more.
+        greedy: largest number of players added greedily; None: `GREEDY`, where there are two samples or more.
         outcome: a key of `OUTCOMES`.
-        step: decode step looked at.
-        seed: of permutations, and of which samples choose and which judge.
+        step: decode step that is measured.
+        seed: seed of the permutations and of the split of samples into choosing and judging ones.
     """
 
     by: str = "layers"
-    layers: tuple[int, ...] = ()
-    baseline_in: tuple[tuple[int, ...], ...] = ()
-    treatment_in: tuple[tuple[int, ...], ...] = ()
+    layers: Sequence[int] = ()
+    baseline_in: Sequence[Sequence[int]] = ()
+    treatment_in: Sequence[Sequence[int]] = ()
     permutations: int | None = None
     exact: bool = False
     greedy: int | None = None
@@ -116,6 +115,9 @@ class SwapConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for name in ("baseline_in", "treatment_in"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         for what, given, known in (("player", self.by, BY), ("outcome", self.outcome, tuple(OUTCOMES))):
             if given not in known:
                 raise UnknownNameError(given, what, known)
@@ -134,20 +136,20 @@ class SwapConfig:
 
 
 def parse_layers(option: str, text: str) -> tuple[int, ...]:
-    """`0,18-23` -> its layers, ascending. Raises ConfigError for anything else."""
-    found: list[int] = []
+    """Return the layers of `0,18-23`, ascending. Raises ConfigError for anything else."""
+    layers: list[int] = []
     for piece in text.split(","):
-        told = _RANGE.fullmatch(piece.strip())
-        ends = (0, -1) if told is None else (int(told[1]), int(told[2] or told[1]))
+        match = _RANGE.fullmatch(piece.strip())
+        ends = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
         if ends[1] < ends[0]:
             msg = f"{option} takes layers, such as 0 or 0,18-23; got '{text}'"
             raise ConfigError(msg)
-        found += range(ends[0], ends[1] + 1)
-    return tuple(sorted(set(found)))
+        layers += range(ends[0], ends[1] + 1)
+    return tuple(sorted(set(layers)))
 
 
 def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
-    """Raise ConfigError for sides that are equal, keep everything, correct, or whose sets cannot lie in one cache."""
+    """Raise ConfigError unless two configurations differ, evict, correct nothing, and share one cache layout."""
     if baseline == treatment:
         msg = f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice"
         raise ConfigError(msg)
@@ -173,13 +175,13 @@ def _positions(config: EvictionConfig) -> str:
 
 @dataclass(frozen=True)
 class Game:
-    """Players and mixtures of a model, as they are asked for.
+    """Players and requested mixtures of a model.
 
     Attributes:
-        players: who takes one side or the other.
-        named: mixtures that were asked for by name, the treatment alone first.
+        players: players of the game, in order.
+        named: requested mixtures with their names, the treatment everywhere first.
         layers: the model's measured layers, by their numbers.
-        kept_heads: kept sets of each.
+        kept_heads: kept sets per layer.
     """
 
     players: tuple[Player, ...]
@@ -188,14 +190,14 @@ class Game:
     kept_heads: int
 
     @classmethod
-    def of(cls, asked: SwapConfig, layers: Sequence[int], kept_heads: int, granularity: str) -> Self:
-        """The game of a model with these measured layers. Raises ConfigError for a layer that it has not.
+    def of(cls, asked: PatchingConfig, layers: Sequence[int], kept_heads: int, granularity: str) -> Self:
+        """Return the game of a model with these measured layers. Raises ConfigError for a layer that is not measured.
 
-        ConfigError too for heads that share a kept set, for fewer than two players, and for too many to measure all of
-        their subsets.
+        Raises ConfigError also for heads that share a kept set, for fewer than two players, and for too many players to
+        measure all of their subsets.
         """
-        for told in (asked.layers, *asked.baseline_in, *asked.treatment_in):
-            _check_layers(told, layers)
+        for layer_numbers in (asked.layers, *asked.baseline_in, *asked.treatment_in):
+            _check_layers(layer_numbers, layers)
         if asked.by == "heads" and granularity == "layer":
             msg = "by heads (--by heads) expects a kept set per head, and granularity 'layer' keeps one for all of them"
             raise ConfigError(msg)
@@ -208,25 +210,25 @@ class Game:
         if asked.exact and len(players) > MOST_EXACT:
             msg = f"exact (--exact) takes at most {MOST_EXACT} players, got {len(players)}; give fewer layers"
             raise ConfigError(msg)
-        return cls(players, _named(asked, layers, kept_heads), tuple(layers), kept_heads)
+        return cls(players, _named_mixtures(asked, layers, kept_heads), tuple(layers), kept_heads)
 
     @property
     def none(self) -> Mixture:
-        """The baseline everywhere."""
+        """The mixture with the baseline everywhere."""
         return self.mixture(frozenset())
 
     @property
     def whole(self) -> Mixture:
-        """The treatment everywhere."""
+        """The mixture with the treatment everywhere."""
         return Mixture.of_layers(len(self.layers), self.kept_heads, range(len(self.layers)))
 
     @property
     def everybody(self) -> Coalition:
-        """All players."""
+        """The coalition of all players."""
         return frozenset(range(len(self.players)))
 
     def mixture(self, coalition: Collection[int]) -> Mixture:
-        """What a coalition keeps: its players the treatment's sets, all others the baseline's."""
+        """Return the mixture of a coalition: its players have the treatment's kept sets, all others the baseline's."""
         cells = [
             (self.layers.index(player.layer), head)
             for player in (self.players[place] for place in coalition)
@@ -235,15 +237,15 @@ class Game:
         return Mixture.of_cells(len(self.layers), self.kept_heads, frozenset(cells))
 
 
-def permutations_of(asked: SwapConfig, players: int) -> int | None:
-    """How many orders are drawn; None: all subsets are measured."""
+def permutation_count(asked: PatchingConfig, players: int) -> int | None:
+    """Return the number of random orders; None where all subsets are measured."""
     if asked.exact or (asked.permutations is None and players <= EXACT):
         return None
     return PERMUTATIONS if asked.permutations is None else asked.permutations
 
 
-def greedy_of(asked: SwapConfig, players: int, samples: int) -> int:
-    """How many players are added one after the other. Raises ConfigError where nobody could judge a choice."""
+def greedy_count(asked: PatchingConfig, players: int, samples: int) -> int:
+    """Return the number of players to add greedily. Raises ConfigError where no sample is left to judge the choice."""
     if samples < 2 and asked.greedy:
         msg = f"greedy (--greedy) expects at least 2 samples, one to choose and one to judge, got {samples}"
         raise ConfigError(msg)
@@ -251,8 +253,8 @@ def greedy_of(asked: SwapConfig, players: int, samples: int) -> int:
     return min(wanted, players) if samples > 1 else 0
 
 
-def layers_told(layers: Sequence[int]) -> str:
-    """`0, 18-23` of layers by their numbers, ascending."""
+def format_layers(layers: Sequence[int]) -> str:
+    """Format ascending layer numbers as ranges: `0, 18-23`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -264,17 +266,19 @@ def layers_told(layers: Sequence[int]) -> str:
 
 def _check_layers(told: Sequence[int], layers: Sequence[int]) -> None:
     if unknown := [layer for layer in told if layer not in layers]:
-        msg = f"expected layers of {layers_told(layers)}, which are measured, got {unknown[0]}"
+        msg = f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}"
         raise ConfigError(msg)
 
 
-def _named(asked: SwapConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:
-    """The treatment everywhere, then what was asked for by name, each once."""
+def _named_mixtures(asked: PatchingConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:
+    """Return the treatment everywhere, then the requested mixtures, each once, with their names."""
     whole = range(len(layers))
-    found = {Mixture.of_layers(len(layers), kept_heads, whole): "treatment everywhere"}
+    mixtures = {Mixture.of_layers(len(layers), kept_heads, whole): "treatment everywhere"}
     for words, lists in (("baseline in", asked.baseline_in), ("treatment in", asked.treatment_in)):
-        for told in lists:
-            places = {layers.index(layer) for layer in told}
+        for layer_numbers in lists:
+            places = {layers.index(layer) for layer in layer_numbers}
             treated = places if words == "treatment in" else set(whole) - places
-            found.setdefault(Mixture.of_layers(len(layers), kept_heads, treated), f"{words} {layers_told(told)}")
-    return tuple((name, mixture) for mixture, name in found.items())
+            mixtures.setdefault(
+                Mixture.of_layers(len(layers), kept_heads, treated), f"{words} {format_layers(layer_numbers)}"
+            )
+    return tuple((name, mixture) for mixture, name in mixtures.items())

@@ -1,8 +1,7 @@
-"""Classes of somebody else: of a file, of an installed package; which version they are; what broke, in one line.
+"""Scores and policies by name: our own, registered ones, those of installed packages, and those of a user's file.
 
-Classes known by name: the files of a folder, what was registered, what installed packages bring, and single files.
-
-Names are known before anything is imported. A class of a user's own file is written `my_file.py:MyScore`.
+Names are known before anything is imported. A class of a user's file is written `my_file.py:MyScore`. Errors of
+external code are reported in one line.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from typing import Any, Generic, TypeVar, cast
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.user_files import MIB, FileKind
 
-OURS = "perturbkv."
+PACKAGE_PREFIX = "perturbkv."
 _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _LONGEST = 200
-"""Characters of somebody else's message."""
+"""Longest quotation of an external error message, in characters."""
 
 
 def of_file(name: str) -> bool:
-    """Whether a name means a class of a user's own file."""
+    """Return whether a name means a class of a user's own file."""
     return _FILE in name
 
 
 def is_ours(known: type) -> bool:
-    """Whether a class is a part of the toolkit."""
-    return known.__module__.startswith(OURS)
+    """Return whether a class is part of this package."""
+    return known.__module__.startswith(PACKAGE_PREFIX)
 
 
 def digest(known: type) -> str:
-    """What tells one version of somebody's class from another: of the file that it is in, or of its own source."""
+    """Return a digest that identifies the version of an external class: of its source file, or of its own source."""
     path = inspect.getsourcefile(known) if known.__module__ not in ("__main__", None) else None
     try:
         source = Path(path).read_bytes() if path else inspect.getsource(known).encode()
@@ -55,30 +54,32 @@ def digest(known: type) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def loaded(entry: EntryPoint) -> object:
-    """What an installed package brings. Raises PluginError."""
+def load_entry_point(entry: EntryPoint) -> object:
+    """Load what an entry point of an installed package names. Raises PluginError."""
     package = entry.dist.name if entry.dist else entry.value
     try:
         return entry.load()
     except Exception as error:
-        msg = f"'{entry.name}' of the package {package} cannot be loaded: {said(error)}"
+        msg = f"'{entry.name}' of the package {package} cannot be loaded: {error_line(error)}"
         raise PluginError(msg) from error
 
 
-def class_of_file(name: str) -> object:
-    """The class of `my_file.py:MyScore`. Raises PluginError."""
+def load_class(name: str) -> object:
+    """Return the class that `my_file.py:MyScore` names. Raises PluginError."""
     path, _, wanted = name.rpartition(":")
-    module = module_of_file(Path(path))
-    found = vars(module).get(wanted)
-    if not inspect.isclass(found):
-        held = [key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__]
-        msg = f"{path} has no class '{wanted}'; its classes: {', '.join(held) or 'none'}"
+    module = load_module(Path(path))
+    value = vars(module).get(wanted)
+    if not inspect.isclass(value):
+        classes = [
+            key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__
+        ]
+        msg = f"{path} has no class '{wanted}'; its classes: {', '.join(classes) or 'none'}"
         raise PluginError(msg)
-    return found
+    return value
 
 
-def module_of_file(path: Path) -> ModuleType:
-    """A Python file as a module, run once for each content; what it prints goes to stderr. Raises PluginError."""
+def load_module(path: Path) -> ModuleType:
+    """Import a Python file as a module, once per content; its output goes to stderr. Raises PluginError."""
     _KIND.check(path)
     stamp = path.stat()
     return _module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
@@ -86,7 +87,7 @@ def module_of_file(path: Path) -> ModuleType:
 
 @functools.cache
 def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """`stamp` tells that the file was not written since."""
+    """Import a file; `stamp`, its time and size, is part of the cache key."""
     known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
     if known_as in sys.modules:
         return sys.modules[known_as]
@@ -102,24 +103,24 @@ def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
         raise
     except BaseException as error:  # exits, and exceptions of no kind, are the file's too
         del sys.modules[known_as]
-        msg = f"{path} cannot be loaded: {said(error)}"
+        msg = f"{path} cannot be loaded: {error_line(error)}"
         raise PluginError(msg) from error
     return module
 
 
-def said(error: BaseException) -> str:
-    """An error of somebody else's code in one line."""
+def error_line(error: BaseException) -> str:
+    """Format an error of external code in one line."""
     text = " ".join(_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     said_by = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
         return said_by
     file = Path(frames[-1].filename)
-    return f"{said_by} ({file.name}, line {frames[-1].lineno}){_beside(error, file.parent)}"
+    return f"{said_by} ({file.name}, line {frames[-1].lineno}){_import_hint(error, file.parent)}"
 
 
-def _beside(error: BaseException, folder: Path) -> str:
-    """What to do where a file cannot import what lies beside it: it is loaded by itself."""
+def _import_hint(error: BaseException, folder: Path) -> str:
+    """Return how to make files next to a plugin importable, where their import failed: a plugin is loaded by itself."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if not name or not ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
         return ""
@@ -138,14 +139,14 @@ _Class = TypeVar("_Class")
 
 
 class Catalogue(Generic[_Class]):
-    """The classes of one kind.
+    """The classes of one kind, by name.
 
     Args:
         kind: `score` or `policy`.
-        package: whose modules hold one each, named as the class is with `_` for `-`.
-        base: gives the class that all of them inherit, imported when it is first needed.
-        besides: modules of the package that hold none.
-        refused: names that something else has.
+        package: package with one class per module, named like the class with `_` for `-`.
+        base: function that returns the base class of all of them, called on first use.
+        besides: modules of the package without such a class.
+        refused: function that returns names that are taken by something else.
     """
 
     def __init__(
@@ -154,26 +155,31 @@ class Catalogue(Generic[_Class]):
     ) -> None:  # fmt: skip
         self.kind, self.package, self.base = kind, package, base
         self.besides, self.refused = tuple(besides), refused
-        self.added: dict[str, type[_Class]] = {}
+        self.registered: dict[str, type[_Class]] = {}
 
     def names(self) -> list[str]:
-        """Of all classes, ours first, those that were registered last; nothing is imported."""
-        return list(dict.fromkeys([*self._files(), *installed(f"{OURS}{self._group}"), *self.added]))
+        """Return all names, our own first and registered ones last; nothing is imported."""
+        return list(
+            dict.fromkeys([*self._files(), *installed_entry_points(f"{PACKAGE_PREFIX}{self._group}"), *self.registered])
+        )
 
     def info(self, name: str) -> type[_Class]:
-        """The class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
-        if name in self.added:
-            return self.added[name]
+        """Return the class of a name.
+
+        Raises UnknownNameError with the known names, the nearest first, and PluginError.
+        """
+        if name in self.registered:
+            return self.registered[name]
         if of_file(name):
-            return self._of_kind(class_of_file(name), name)
+            return self._of_kind(load_class(name), name)
         if name in self._files():
             return self._ours(name)
-        if entry := installed(f"{OURS}{self._group}").get(name):
-            return self._of_kind(loaded(entry), name)
+        if entry := installed_entry_points(f"{PACKAGE_PREFIX}{self._group}").get(name):
+            return self._of_kind(load_entry_point(entry), name)
         raise UnknownNameError(name, self.kind, self.names())
 
     def register(self, given: type[_Class], taken: Iterable[str]) -> type[_Class]:
-        """Add a class. Raises ConfigError for what is none, or where its name is taken."""
+        """Register a class. Raises ConfigError where it is not of this kind, or where its name is taken."""
         name = getattr(given, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in self.refused():
             msg = (
@@ -181,12 +187,12 @@ class Catalogue(Generic[_Class]):
                 f"{name!r}"
             )
             raise ConfigError(msg)
-        found = self._of_kind(given, name, ConfigError)
+        checked = self._of_kind(given, name, ConfigError)
         if name in taken:
             msg = f"a {self.kind} named '{name}' is registered already; choose another name"
             raise ConfigError(msg)
-        self.added[name] = found
-        return found
+        self.registered[name] = checked
+        return checked
 
     @property
     def _group(self) -> str:
@@ -196,10 +202,10 @@ class Catalogue(Generic[_Class]):
         return _modules(self.package, self.besides)
 
     def _ours(self, name: str) -> type[_Class]:
-        return cast("type[_Class]", _class_of(f"{self.package}.{name.replace('-', '_')}", name))
+        return cast("type[_Class]", _own_class(f"{self.package}.{name.replace('-', '_')}", name))
 
     def _of_kind(self, found: object, name: str, error: type[ConfigError | PluginError] = PluginError) -> type[_Class]:
-        """The class, checked. Raises the error for what is none of this kind."""
+        """Return the class after checking it. Raises `error` where it is not of this kind."""
         base = self.base()
         if not (inspect.isclass(found) and issubclass(found, base) and "__dataclass_params__" in vars(found)):
             msg = f"expected '{name}' to be a subclass of {base.__name__} that is a frozen dataclass, got {found!r}"
@@ -223,14 +229,14 @@ def _modules(package: str, besides: tuple[str, ...]) -> list[str]:
 
 
 @functools.cache
-def _class_of(module: str, name: str) -> type:
-    """The class of this name in a module of ours."""
-    held = vars(importlib.import_module(module)).values()
-    (found,) = (one for one in held if inspect.isclass(one) and vars(one).get("name") == name)
-    return found
+def _own_class(module: str, name: str) -> type:
+    """Return the class of this name in one of our modules."""
+    values = vars(importlib.import_module(module)).values()
+    (match,) = (one for one in values if inspect.isclass(one) and vars(one).get("name") == name)
+    return match
 
 
 @functools.cache
-def installed(group: str) -> dict[str, EntryPoint]:
-    """What installed packages bring, by name."""
+def installed_entry_points(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of installed packages in a group, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}

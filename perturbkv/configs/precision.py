@@ -1,11 +1,9 @@
-"""In how many bits an evicted cache stores what it keeps, and how many bytes that makes.
+"""Precision of stored entries and correction for evicted ones: their options, and the bits that they take.
 
-A cache in full precision holds 16 bits a number, whatever a run computes in: that is the unit of every count of bytes.
-
-By what an evicted output is corrected for the entries that went, and how many numbers are stored for it.
-
-METHOD, the split of an evicted output: `o − ô = (1 − S)(μ_gone − μ_kept)`, so that `ô + (1 − Ŝ)(μ̂_gone − ô)` with a
-stored mean and a predicted mass wins back what these two tell. It is attention with one entry more per query head.
+A cache in full precision has 16 bits a number, whatever dtype a run computes in: all byte counts use that unit. The
+correction follows METHOD, the split of an evicted output: `o − ô = (1 − S)(μ_gone − μ_kept)`, so that `ô + (1 −
+Ŝ)(μ̂_gone − ô)`, with a stored mean and a predicted mass, recovers part of the loss. It amounts to attention with one
+more entry per query head.
 """
 
 from __future__ import annotations
@@ -25,34 +23,37 @@ PRECISIONS = {
 PRECISION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     FULL: {},
     QUANTISE: {
-        "bits": Option(4, "of a stored number: 8, 4 or 2", among=(8, 4, 2)),
+        "bits": Option(4, "of a stored number: 8, 4 or 2", allowed=(8, 4, 2)),
         "group": Option(32, "numbers that share a scale and a minimum", low=1),
         "fill": Option(0, "head size d_h of a model, for which b counts bytes: as many entries as b of 16 bits take"),
     },
 }
 FULL_BITS = 16
 _GROUP_BITS = 2 * 16
-"""A group's scale and minimum."""
+"""Bits of a group's scale and minimum."""
 
 
-def bits_of(precision: Choice) -> int:
-    """Bits of a stored number."""
+def number_bits(precision: Choice) -> int:
+    """Return the bits of a stored number."""
     return int(precision.options.get("bits", FULL_BITS))
 
 
 def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
-    """Bits of a kept set's keys and values, scales and minima among them; `window` of its entries are in 16 bits."""
+    """Return the bits of a kept set's keys and values, scales and minima included; `window` entries are in 16 bits."""
     few = max(0, kept - window) if precision.name == QUANTISE else 0
     whole = 2 * FULL_BITS * d_head * (kept - few)
     if not few:
         return whole
     group = int(precision["group"])
     keys, values = math.ceil(few / group) * d_head, few * math.ceil(d_head / group)
-    return whole + 2 * bits_of(precision) * d_head * few + _GROUP_BITS * (keys + values)
+    return whole + 2 * number_bits(precision) * d_head * few + _GROUP_BITS * (keys + values)
 
 
-def entries_within(precision: Choice, budget: int, window: int, most: int) -> int:
-    """Entries that fit where `budget` ones of 16 bits do, at most `most`; with no head size to fill, the budget."""
+def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
+    """Return the entries that fit into the bytes of `budget` 16-bit entries, at most `most`.
+
+    Without `fill`, the budget.
+    """
     d_head = int(precision.options.get("fill", 0))
     if not d_head:
         return min(budget, most)
@@ -66,7 +67,7 @@ def entries_within(precision: Choice, budget: int, window: int, most: int) -> in
 
 
 def check_fill(precisions: Iterable[Choice], d_head: int, model: str) -> None:
-    """Raise ConfigError where a precision counts bytes of heads of another size than the model's."""
+    """Raise ConfigError where the `fill` of a precision is not the model's head size."""
     for precision in precisions:
         if precision.options.get("fill", 0) not in (0, d_head):
             msg = (
@@ -95,9 +96,10 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 
 
 def correction_bits(correction: Choice, gone: int, heads: int, d_head: int) -> int:
-    """Bits that stand in for `gone` entries of a kept set that `heads` query heads read; none where nothing went.
+    """Return the bits that a correction stores for `gone` evicted entries of a kept set that `heads` query heads read.
 
-    Per head a mean value and a log-mass, with `linear` a mean key too; the oracle's keys are counted, once for all.
+    0 where nothing was evicted. Per head a mean value and a log-mass, with `linear` a mean key too; for the oracle a
+    mean value per head, and the evicted keys once for all heads.
     """
     if correction.name == NONE or not gone:
         return 0

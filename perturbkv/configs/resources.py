@@ -1,6 +1,7 @@
-"""How a run may use the machine. Nothing here changes what is measured, but for its rounding. No torch here.
+"""Resources of a run: memory limits, batches of configurations, and the engine that measures samples.
 
-Where samples are measured: in this process, in worker processes of this machine, or on a Ray cluster.
+Samples are measured in this process, in worker processes of this machine, or on a Ray cluster. Nothing here changes a
+number except by rounding. No torch here.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from perturbkv.errors import ConfigError, UnknownNameError
 
 CHUNK_BYTES = 256 * 2**20
 SLACK = 1 / 8
-"""Most padding of a ragged cache, as a share of the entries in it."""
+"""Largest padding of a ragged cache, as a share of its entries."""
 _PLACE_BYTES = 12
-"""Of where an entry stands in the prompt, and in the full cache."""
+"""Bytes of an entry's two indices: into the prompt and into the full cache."""
 _UNITS = {"": 2**20, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a run may take.
+    """Limits on the resources of a run.
 
     Attributes:
         chunk_bytes: working memory of the value norms and of the sums over entries.
-        max_bytes: what evicted caches that are decoded together may take; None: half of what weights and full cache do,
-            or more where answers are generated and memory is free.
-        norm_kernel: how value norms are computed, a key of `scoring.value_norms.NORM_KERNELS`.
+        max_bytes: largest size of the evicted caches in one batch; None: half of weights and full cache, or more where
+            answers are generated and memory is free.
+        norm_kernel: implementation of the value norms, a key of `scoring.value_norms.NORM_KERNELS`.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -41,21 +42,25 @@ class Resources:
 
 
 def parse_size(option: str, text: str) -> int:
-    """'512MiB', '2GiB', '800MB', or MiB where no unit is given, in bytes. Raises ConfigError for anything else."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS or not float(found[1]) > 0:
+    """Return a size in bytes from '512MiB', '2GiB', '800MB', or a number of MiB.
+
+    Raises ConfigError for anything else.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS or not float(match[1]) > 0:
         msg = f"{option} takes a size such as 512MiB or 2GiB, got '{text}'"
         raise ConfigError(msg)
-    size = float(found[1]) * _UNITS[found[2].lower()]
+    size = float(match[1]) * _UNITS[match[2].lower()]
     numbers.check_number(f"{option} in bytes", size)
     return int(size)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, as far as memory depends on it; `itemsize` in bytes per number of the caches.
+    """The sizes of a model that its memory depends on.
 
-    `layers` are measured; `sliding` ones beside them hold at most their `window` of entries.
+    `itemsize` is in bytes per number of the caches. `layers` counts the measured layers; `sliding` counts the others,
+    whose cache holds at most `window` entries.
     """
 
     layers: int
@@ -71,25 +76,26 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
-        """From transformers' configuration of a model."""
+        """Read the sizes from transformers' configuration of a model."""
         heads = int(config.num_attention_heads)
         d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
-        layers = len(layer_types.measured(config))
+        layers = len(layer_types.measured_layers(config))
         return cls(
             layers, heads, int(config.num_key_value_heads), int(d_head), int(config.hidden_size),
             int(config.vocab_size), itemsize, weights_bytes, int(config.num_hidden_layers) - layers,
-            layer_types.own_window(config) or 0,
+            layer_types.configured_window(config) or 0,
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Bytes of the full cache of a prompt."""
+        """Return the bytes of the full cache of a prompt."""
         windows = self.sliding * self._layer_bytes(self.kv_heads * min(tokens, self.window))
         return self._entries_bytes(self.kv_heads * tokens) + windows
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
-        """Bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
+        """Return the bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
 
-        Of one that reads pages of the full cache, what these are chosen by; of one with its own prefill all of that.
+        For a policy that reads pages of the full cache, count the bounds by which pages are chosen; for one with its
+        own prefill, the whole cache.
         """
         if config.reads:
             return self._entries_bytes(self.kv_heads * config.blocks(tokens).before)
@@ -99,17 +105,18 @@ class Shape:
         return self._entries_bytes(sets * config.kept_entries(tokens))
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int, passing: bool = False) -> int:
-        """Bytes that a configuration adds to a batch: its cache with its padding, its tail, what is recorded of it.
+        """Return the bytes that a configuration adds to a batch: padded cache, decoded tokens and recordings.
 
-        Of the `decoded` tokens `steps` are recorded. A `passing` cache holds places of its entries and no copies.
+        Of the `decoded` tokens, `steps` are recorded. A `passing` cache holds the indices of its entries instead of
+        copies.
         """
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
-        held = kept * _PLACE_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
-        held = kept if config.lined else held
+        cached = kept * _PLACE_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
+        cached = kept if config.lined else cached
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
-        return held + tails + recorded * steps + logits
+        return cached + tails + recorded * steps + logits
 
     def _entries_bytes(self, entries_of_a_layer: int) -> int:
         return self.layers * self._layer_bytes(entries_of_a_layer)
@@ -120,14 +127,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which configurations are decoded together.
+    """The configurations that are decoded together.
 
     Attributes:
-        places: configurations of each batch, by their place in the run.
-        rows: rows of every batch, the one that keeps everything first; short ones are filled up with more of those, so
-            that all batches and the reference go through linear layers of the same shape.
-        largest_bytes: of the largest batch, planned.
-        bound_bytes: what a batch may take.
+        places: configurations of each batch, by their index in the run.
+        rows: rows of every batch, with a row that keeps everything first; short batches are filled up with more such
+            rows, so that all batches and the reference go through linear layers of the same shape.
+        largest_bytes: planned size of the largest batch.
+        bound_bytes: largest allowed size of a batch.
     """
 
     places: tuple[tuple[int, ...], ...]
@@ -145,36 +152,36 @@ def plan_batches(
     max_bytes: int | None,
     passing: bool = False,
 ) -> Batches:
-    """As few batches as fit the bound, alike in bytes and in configurations.
+    """Return as few batches as fit the bound, balanced in bytes and in configurations.
 
-    `tokens` are compressed and `decoded` ones come after, of which `steps` are measured; `passing` caches hold no
-    copies of entries. Without `max_bytes` a configuration that exceeds half of weights and full cache is decoded alone.
-    Raises ConfigError where a given bound is below what one takes.
+    `tokens` are compressed and `decoded` tokens come after, of which `steps` are measured; `passing` caches hold no
+    copies of entries. Without `max_bytes`, a configuration that exceeds half of weights and full cache is decoded
+    alone. Raises ConfigError where `max_bytes` is less than one configuration needs.
     """
     sizes = [shape.row_bytes(config, tokens, decoded, steps, passing) for config in configs]
     bound = max_bytes or max((shape.weights_bytes + shape.full_cache_bytes(tokens)) // 2, max(sizes))
     if max(sizes) > bound:
         label = configs[sizes.index(max(sizes))].label()
         msg = (
-            f"max_bytes (--max-memory) allows {_said(bound)}, less than the {_said(max(sizes))} that '{label}' takes "
-            f"at {tokens} tokens; raise it or lower the budget"
+            f"max_bytes (--max-memory) allows {_format_size(bound)}, less than the {_format_size(max(sizes))} that "
+            f"'{label}' takes at {tokens} tokens; raise it or lower the budget"
         )
         raise ConfigError(msg)
     count = math.ceil(sum(sizes) / bound)
-    while (largest := max(sum(sizes[place] for place in batch) for batch in _deal(sizes, count))) > bound:
+    while (largest := max(sum(sizes[place] for place in batch) for batch in _distribute(sizes, count))) > bound:
         count += 1
-    dealt = _deal(sizes, count)
+    dealt = _distribute(sizes, count)
     return Batches(dealt, 1 + max(map(len, dealt)), largest, bound)
 
 
-def _said(size: int) -> str:
-    """A size in MiB, or in KiB below one; rounded up."""
+def _format_size(size: int) -> str:
+    """Format a size in MiB, or in KiB below 1 MiB; rounded up."""
     unit, word = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
     return f"{math.ceil(size / unit):,} {word}"
 
 
-def _deal(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Deal configurations to batches, largest first and back and forth, so that batches come out alike."""
+def _distribute(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Distribute configurations over batches, largest first in alternating direction, so that batches are balanced."""
     batches: list[list[int]] = [[] for _ in range(min(count, len(sizes)))]
     order = sorted(range(len(sizes)), key=lambda place: (-sizes[place], place))
     for turn, place in enumerate(order):
@@ -196,25 +203,26 @@ NEEDS = {
     "timeout_per_sample": ("workers", "ray"),
     "by_configs": ("workers", "ray"),
 }
-"""Option -> the engines that it makes a difference to."""
+"""Option -> the engines that it has an effect on."""
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How a run is spread. No number depends on it, but for the rounding of what is computed in other batches.
+class Workers:
+    """The engine that measures the samples of a run. Numbers depend on it only by the rounding of other batch shapes.
 
     Attributes:
-        name: a key of `ENGINES`.
-        workers: how many; None: one per GPU, or as many as the cores allow.
-        ray_address: of the cluster's head, host:port; None: what RAY_ADDRESS says.
-        cpus_per_worker: cores of each; None: OMP_NUM_THREADS, or an even share of what the machine has.
+        engine: a key of `ENGINES`.
+        workers: number of workers; None: one per GPU, or as many as the cores allow.
+        ray_address: address of the cluster's head, host:port; None: the variable RAY_ADDRESS.
+        cpus_per_worker: cores of each worker; None: OMP_NUM_THREADS, or an even share of the machine's cores.
         timeout_per_sample: seconds after which a worker counts as hanging; None: never.
-        by_configs: whether a sample's configurations are shared out over the workers, each reading the prompt again.
+        by_configs: whether a sample's configurations are distributed over the workers, each of which repeats the
+            prefill.
 
-    Raises UnknownNameError, and ConfigError for a number that cannot be, or that makes no difference to the engine.
+    Raises UnknownNameError, and ConfigError for a number out of range or without effect on the engine.
     """
 
-    name: str = "here"
+    engine: str = "here"
     workers: int | None = None
     ray_address: str | None = None
     cpus_per_worker: int | None = None
@@ -222,28 +230,30 @@ class EngineConfig:
     by_configs: bool = False
 
     def __post_init__(self) -> None:
-        check_alone(self.name, self.workers, self.cpus_per_worker, self.timeout_per_sample)
+        check_engine_values(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
         for field in NEEDS:
-            if getattr(self, field) not in (None, False) and self.name not in NEEDS[field]:
-                msg = f"{_engine_said(field)} has no effect here: it needs {needs(field)}; leave it out"
+            if getattr(self, field) not in (None, False) and self.engine not in NEEDS[field]:
+                msg = f"{_option_name(field)} has no effect here: it needs {engine_options(field)}; leave it out"
                 raise ConfigError(msg)
 
 
-def check_alone(name: str, workers: int | None, cpus_per_worker: int | None, timeout_per_sample: float | None) -> None:
-    """Raise UnknownNameError or ConfigError for what is refused whatever the other choices are."""
+def check_engine_values(
+    name: str, workers: int | None, cpus_per_worker: int | None, timeout_per_sample: float | None
+) -> None:
+    """Raise UnknownNameError or ConfigError for values that are invalid whatever the other choices are."""
     if name not in ENGINES:
         raise UnknownNameError(name, "engine", ENGINES)
     _check_count("workers", workers)
     _check_count("cpus_per_worker", cpus_per_worker)
     if timeout_per_sample is not None:
-        numbers.check_number(_engine_said("timeout_per_sample"), timeout_per_sample)
+        numbers.check_number(_option_name("timeout_per_sample"), timeout_per_sample)
         if not timeout_per_sample > 0:
-            msg = f"{_engine_said('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}"
+            msg = f"{_option_name('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}"
             raise ConfigError(msg)
 
 
-def needs(field: str) -> str:
-    """The engines that an option makes a difference to, as they are typed."""
+def engine_options(field: str) -> str:
+    """Return the engines that an option has an effect on, as CLI options."""
     return " or ".join(f"--engine {name}" for name in NEEDS[field])
 
 
@@ -251,10 +261,11 @@ def _check_count(field: str, value: int | None) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
-        msg = f"{_engine_said(field)} takes a whole number from 1 to {MOST_WORKERS:,}, got {value}"
+        msg = f"{_option_name(field)} takes a whole number from 1 to {MOST_WORKERS:,}, got {value}"
         raise ConfigError(msg)
 
 
-def _engine_said(field: str) -> str:
-    """The option as it is typed, with its name in Python."""
-    return f"--{field.replace('_', '-')} ({field}=…)"
+def _option_name(field: str) -> str:
+    """Return the option's CLI name with its Python name."""
+    typed = "shard-by configs" if field == "by_configs" else field.replace("_", "-")
+    return f"--{typed} ({field}=…)"

@@ -1,8 +1,6 @@
-"""What a run is: frozen, validated where it is made, and written whole into the trace.
+"""The configuration of a run, frozen, validated and stored as a whole in the trace; and the shards of a run.
 
-`RunConfig` puts the model, the data and the protocol around the eviction configurations. No torch here.
-
-One of so many equal shares of a run, which a process of its own measures.
+`RunConfig` combines the model, the data, the protocol and the eviction configurations. No torch here.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
 DIGESTS = "prompt_digests"
-"""Of a dataset's options: id -> digest of a prompt, of prompts that came from no dataset."""
+"""Dataset option: prompt id -> digest of the prompt, for prompts that came from no dataset."""
 METRICS = "metrics"
-"""Of a dataset's options: names of the metrics that grade answers, where any are generated."""
+"""Dataset option: names of the metrics that grade answers, where any are generated."""
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs",)
 SCENARIOS = {
@@ -42,33 +40,65 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("save", "head_scores"), list),
     "max_tokens": int | None,
 }
-"""What JSON makes of each field that is no truth."""
+"""Type of each field in JSON, other than truth values."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a measurement that hold for every prompt and configuration.
+
+    Attributes:
+        steps: number of decode steps, teacher-forced on the full run.
+        scenario: `regular`, or `context-only`, which compresses the context before the question is known.
+        cache: layout of evicted caches, `ragged` or `rectangular`.
+        save: `outputs` keeps head outputs, hidden states and attention too.
+        generate: number of tokens that every cache generates, which takes prompts with accepted answers that grade
+            them; None: as many as the dataset says.
+        head_scores: one row of scores per layer, for the policy `headkv`.
+        text: whether the trace holds each prompt's tokens and text, which `tokens` shows, and the text of answers. No
+            number depends on it: a run that goes on adds it to finished samples, or takes it out of them.
+        kept: whether the trace holds the positions that every head keeps, which `tokens` and `Trace.kept` show, beside
+            their counts. A run that goes on takes them out of finished samples, and cannot add them.
+        scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
+        leave_out_unfit: whether a budget that some prompt makes no larger than the window is left out, not refused.
+    """
+
+    steps: int = 1
+    scenario: str = "regular"
+    cache: str = "ragged"
+    save: tuple[str, ...] = ()
+    generate: int | None = 0
+    head_scores: Sequence[Sequence[float]] = ()
+    text: bool = True
+    kept: bool = True
+    scored: bool = True
+    leave_out_unfit: bool = False
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run's numbers depend on; stored as JSON in the trace, compared when a run is resumed.
+    """Everything that a run's numbers depend on; stored as JSON in the trace, and compared when a run is resumed.
 
     Attributes:
         model: alias, hub id, folder or GGUF file, as the user gave it.
-        revision: what pins the weights: a commit, or a digest of the files.
+        revision: version of the weights: a commit, or a digest of the files.
         random_weights: True where the model has the alias' shapes and random weights.
         dataset: dataset name or file, as the user gave it.
-        dataset_options: what the dataset was made with (lengths, depths, wording with its template, …), and what grades
-            its answers.
-        samples: how many samples the run has.
-        seed: of the data and the random weights.
+        dataset_options: options of the dataset (lengths, depths, wording with its template, …), and the metrics that
+            grade its answers.
+        samples: number of samples.
+        seed: seed of the data and the random weights.
         steps: decode steps measured; step 0 is the first decoding token.
         max_tokens: prompts longer than this are cut in the middle; None: never.
         chat_template: whether prompts went through the tokenizer's chat template.
-        dtype, device: of the model.
+        dtype, device: dtype and device of the model.
         configs: the eviction configurations, in the order of the trace's `config` dimension.
         save: extra variables to store: `outputs`.
         scenario: what is compressed, a key of `SCENARIOS`.
-        cache: how evicted caches are laid out, a key of `CACHES`.
-        head_scores: one row of scores per layer, for `headkv`; empty where no configuration asks for them.
+        cache: layout of evicted caches, a key of `CACHES`.
+        head_scores: one row of scores per layer, for `headkv`; empty where no configuration needs them.
         generate: tokens generated greedily from each cache and scored; 0: none.
-        plugins: score or policy that is not the toolkit's own -> what tells its version from others.
+        plugins: external score or policy -> digest of its version.
     """
 
     model: str
@@ -122,18 +152,18 @@ class RunConfig:
             raise ConfigError(msg)
 
     def labels(self) -> list[str]:
-        """The `config` coordinate: one label per configuration."""
+        """Return the `config` coordinate: one label per configuration."""
         return [config.label() for config in self.configs]
 
     def to_json(self) -> str:
-        """The whole run as JSON, keys sorted."""
+        """Return the whole run as JSON, with sorted keys."""
         document = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         document["configs"] = [config.to_document() for config in self.configs]
         return json.dumps(document, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The run that `to_json` wrote. Raises ConfigError where the text is not one."""
+        """Return the run that `to_json` wrote. Raises ConfigError for any other text."""
         expected = "expected a run configuration as JSON, got one"
         try:
             return cls(**_fields(json.loads(text)))
@@ -146,28 +176,28 @@ class RunConfig:
         raise ConfigError(msg)
 
     def digest(self) -> str:
-        """SHA-256 of `to_json`: equal exactly where the runs are."""
+        """Return the SHA-256 of `to_json`: equal exactly where the runs are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def differences(self, other: RunConfig) -> list[str]:
-        """Names of the fields in which two runs differ."""
+        """Return the names of the fields in which two runs differ."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return [name for name in mine if mine[name] != theirs[name]]
 
 
 def _fields(document: Any) -> dict[str, Any]:
-    """What a run's JSON holds, as the run has it. Raises KeyError, TypeError, ConfigError where it is another's."""
+    """Return the fields of a run from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
     if not isinstance(document, dict):
         msg = "expected a run configuration as JSON, got one that is no object"
         raise ConfigError(msg)
-    found = {name: value for name, value in document.items() if name != "configs"}
-    _check_kinds(found)
-    found["save"], found["head_scores"] = tuple(found["save"]), tuple(map(tuple, found.get("head_scores", ())))
-    return {**found, "configs": tuple(map(EvictionConfig.from_document, document["configs"]))}
+    fields = {name: value for name, value in document.items() if name != "configs"}
+    _check_kinds(fields)
+    fields["save"], fields["head_scores"] = tuple(fields["save"]), tuple(map(tuple, fields.get("head_scores", ())))
+    return {**fields, "configs": tuple(map(EvictionConfig.from_document, document["configs"]))}
 
 
 def _check_kinds(document: dict[str, Any]) -> None:
-    """Raise ConfigError unless every entry of a run's JSON is of its kind."""
+    """Raise ConfigError unless every entry of a run's JSON has the expected type."""
     for name, value in document.items():
         if name in _KINDS and not isinstance(value, _KINDS[name]) or (isinstance(value, bool) != (name in _TRUTHS)):
             msg = f"{name} of a run cannot be '{value}'"
@@ -183,17 +213,17 @@ def _check_kinds(document: dict[str, Any]) -> None:
 
 
 BY = ("samples", "configs")
-MOST = 100_000
-"""Shards of a run: as many as it may have samples."""
-_WRITTEN = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
+MAX_SHARDS = 100_000
+"""Limit of shards in a run: the same as of samples."""
+_SHARD = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
 _DIGITS = 18
-"""Of a number that is read as one: Python refuses to read thousands of them."""
-_One = TypeVar("_One")
+"""Longest number in a shard's text, in digits: Python refuses to parse thousands of them."""
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Share `number`, from 1, of `count`; `by` says whether samples or configurations are shared out."""
+    """Part `number`, from 1, of `count` equal parts of a run; `by` says whether samples or configurations are split."""
 
     number: int
     count: int
@@ -202,7 +232,7 @@ class Shard:
     def __post_init__(self) -> None:
         if self.by not in BY:
             raise UnknownNameError(self.by, "way to share a run out", BY)
-        option.check_number("the number of shards", self.count, MOST)
+        option.check_number("the number of shards", self.count, MAX_SHARDS)
         if not 1 <= self.number <= self.count:
             most = max(self.count, 1)
             msg = f"expected a shard from 1/{most} to {most}/{most}, got {self}; shards are counted from 1"
@@ -210,22 +240,25 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, by: str = BY[0]) -> Self:
-        """The shard that `3/16` names. Raises ConfigError for any other text, and for 0/16 and 17/16."""
-        found = _WRITTEN.fullmatch(text)
-        if found is None or len(text) > 2 * _DIGITS:
+        """Parse a shard such as `3/16`. Raises ConfigError for any other text, and for 0/16 and 17/16."""
+        match = _SHARD.fullmatch(text)
+        if match is None or len(text) > 2 * _DIGITS:
             msg = f"expected a shard of so many, such as 3/16, got '{text[:40]}'; shards are counted from 1"
             raise ConfigError(msg)
-        return cls(int(found[1]), int(found[2]), by)
+        return cls(int(match[1]), int(match[2]), by)
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
-    def share(self, items: Sequence[_One]) -> tuple[_One, ...]:
-        """Every `count`th item from the `number`th on: 3, 19, 35, … of 3/16. Shares of fewer items may be empty."""
+    def share(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
+        """Return every `count`th item from the `number`th on: 3, 19, 35, … for 3/16.
+
+        A share of few items may be empty.
+        """
         return tuple(items[self.number - 1 :: self.count])
 
-    def of(self, sample_ids: Sequence[str], configs: Sequence[_One]) -> tuple[tuple[str, ...], tuple[_One, ...]]:
-        """Its samples, and the configurations that it measures of each."""
+    def of(self, sample_ids: Sequence[str], configs: Sequence[_Item]) -> tuple[tuple[str, ...], tuple[_Item, ...]]:
+        """Return the shard's samples, and the configurations that it measures on each of them."""
         if self.by == "configs":
             return tuple(sample_ids), self.share(configs)
         return self.share(sample_ids), tuple(configs)

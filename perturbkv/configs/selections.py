@@ -1,30 +1,25 @@
-"""How the kept entries are taken from scores, for which heads together, and each way's options (METHOD: Select).
+"""Selections, granularities, blocks and pages, policies that evict nothing, and presets (METHOD: Select).
 
-Whole blocks, as engines keep them: a block table has no half blocks (https://arxiv.org/abs/2309.06180, section 4.1).
-
-Blocks begin at the positions 0, `size`, 2 · `size`, … of the prompt. A block that holds an entry of the window, or one
-that is protected, is held whole, and all of its entries count: they take its memory, and decoding attends to them. Of
-the last block only the entries that are there count, as the tokens decoded next fill it up. The blocks that hold the
-window's entries are the *tail*; the budget pays for it first, and what is left of b buys whole blocks:
+*Blocks.* Entries may be kept in whole blocks, as engines do: a block table has no half blocks
+(https://arxiv.org/abs/2309.06180, section 4.1). Blocks begin at the positions 0, `size`, 2 · `size`, … of the prompt. A
+block with a window entry or a protected entry is kept whole, and all of its entries count: they take memory, and
+decoding attends to them. The last block counts only the entries that it has, as decoded tokens fill it up. The blocks
+of the window's entries are the *tail*; the budget pays for it first, and the rest of b buys whole blocks:
 
     held = tail + size · ⌊(b − tail) / size⌋ ≤ b
 
-so that at most size − 1 entries of b are not used, and never more than b are held. The protected ends take their blocks
-out of these; budgets by layer, stages and α share out blocks where otherwise they share out entries. With blocks of one
-entry the tail is the window and all is as without blocks.
+so at most size − 1 entries of b are unused, and never more than b are kept. Protected blocks come out of the same
+budget; layer budgets, stages and α then distribute blocks instead of entries. With blocks of one entry the tail is the
+window and nothing changes.
 
-Policies that evict nothing: at every step each head looks at the pages of the prompt that it chooses then.
+*Pages.* A page reader evicts nothing: at every step each head reads the pages of the prompt that it selects then. Pages
+are laid out like blocks, and a budget buys as many: b counts the entries that a head *reads* at a step, the tail
+included. The cache holds all entries, and the bounds of each page by which it is selected.
 
-Pages lie as blocks do (`configs.blocks`), and a budget buys as many: b are the entries that a head *reads* at a step,
-those of the tail included. The cache holds all of them, and of every page what it is chosen by.
-
-Policies whose prompt is read in a prefill of its own, in which every query looks along some lines alone.
-
-Nothing is evicted: what such a prefill leaves is whole, and each decoding query looks at all of it. A budget b is the
-most entries that one query of the prompt looks at: the local band, which is the window, the first entries, and as many
-lines as are left (METHOD: Lines that a prefill looks along).
-
-The presets of METHOD's table.
+*Sparse prefill.* Such a policy evicts nothing either, but has a prefill of its own in which every query attends along
+some lines only. Its cache is whole, and each decoding query attends to all of it. A budget b is the most entries that a
+query of the prompt attends to: the local band, which is the window, the first entries, and as many lines as remain
+(METHOD: Lines that a prefill looks along).
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from perturbkv.configs.precision import FULL_BITS
 from perturbkv.errors import ConfigError
 
 GIVEN = "given"
-"""What stands in a selection's place where the kept sets come from outside."""
+"""Name of the selection where kept sets come from outside."""
 SELECTIONS = {
     "attention": "Top-k of the policy's score; of snapkv pooled window attention (the baseline)",
     "attention-unpooled": "Top-k of the policy's score without its pooling (control)",
@@ -55,7 +50,7 @@ SELECTIONS = {
     GIVEN: "what a policy from outside kept itself (names with a colon only)",
 }
 ASKED = {name: what for name, what in SELECTIONS.items() if name != GIVEN}
-"""Those that can be asked for."""
+"""Selections that a user can choose."""
 _STAGE1 = {
     "alpha": Option(0.25, "share of stage 1, 0 to 1; without stages: of its own ranking, for the bounds", high=1),
     "split": Option("prefix", "what alpha is a share of: prefix (b − w), or total (b, the window in stage 1)",
@@ -68,10 +63,10 @@ _SCORE = {
 }
 """`accumulated`: unpooled Ā (paper, Algorithm 2, line 9); `pooled`: Ā' (the authors' released code)."""
 L1, L2 = "l1", "l2"
-_NORM = {"norm": Option(L1, "of ν, the projected value: l1 or l2", known=(L1, L2), later=True)}
+_NORM = {"norm": Option(L1, "of ν, the projected value: l1 or l2", known=(L1, L2), new=True)}
 """`l1`: ν = ‖V_i W_O^h‖₁ (paper, Theorem 2). `l2`: ‖·‖₂, of which no bound of the paper speaks (its appendix G)."""
 _TABLES = {"alpha": AlphaOption(0.25, "share of stage 1, 0 to 1, or a file of shares per layer or head", high=1)}
-_OWN: Mapping[str, Mapping[str, Option]] = {
+_OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "two-stage": {
         **_TABLES,
         **_SCORE,
@@ -84,11 +79,11 @@ _OWN: Mapping[str, Mapping[str, Option]] = {
     "random": {"seed": Option(0, "of the random numbers")},
 }
 STAGED = ("two-stage", "two-stage-uniform")
-"""Selections of two stages: what their second stage ranks is not what the first ranks."""
+"""Selections of two stages, the second of which ranks by another quantity than the first."""
 SELECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
-    name: {} if name == GIVEN else {**_STAGE1, **_OWN.get(name, {})} for name in SELECTIONS
+    name: {} if name == GIVEN else {**_STAGE1, **_OWN_OPTIONS.get(name, {})} for name in SELECTIONS
 }
-"""Of `given` none: its kept sets come without an order, so that all of them is stage 1."""
+"""Selection -> its options; `given` has none: its kept sets come without an order, so that stage 1 is all of them."""
 GRANULARITIES = {
     "query": "one kept set per query head",
     "kv": "one kept set per key/value head",
@@ -118,12 +113,12 @@ GRANULARITY_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """How n entries fall into blocks.
+    """The division of n entries into blocks.
 
     Attributes:
         size: entries of a block.
         before: blocks before the tail, all of them full.
-        tail: entries of the blocks that hold the window's, which always stay.
+        tail: entries of the blocks that hold the window, which always stay.
     """
 
     size: int
@@ -132,50 +127,50 @@ class Blocks:
 
     @classmethod
     def of(cls, tokens: int, window: int, size: int) -> Self:
-        """Of a prompt of `tokens` entries."""
+        """Divide a prompt of `tokens` entries."""
         before = max(0, tokens - window) // size
         return cls(size, before, tokens - before * size)
 
     @property
     def tail_blocks(self) -> int:
-        """Blocks of the tail, the last one full or not."""
+        """Number of blocks of the tail, the last one full or not."""
         return -(-self.tail // self.size)
 
     def first(self, entries: int) -> int:
-        """Blocks that hold the first `entries`."""
+        """Return the number of blocks that hold the first `entries`."""
         return -(-entries // self.size)
 
     def recent(self, entries: int) -> int:
-        """Blocks before the tail that hold some of the most recent `entries`."""
+        """Return the number of blocks before the tail that hold some of the most recent `entries`."""
         return max(0, -((self.tail - entries) // self.size))
 
     def bought(self, entries: int) -> int:
-        """Blocks beside the tail that a budget of `entries` pays for."""
+        """Return the number of blocks that a budget of `entries` pays for in addition to the tail."""
         return (entries - self.tail) // self.size
 
     def held(self, blocks: int) -> int:
-        """Entries of so many blocks and the tail."""
+        """Return the number of entries in so many blocks and the tail."""
         return blocks * self.size + self.tail
 
 
-def most_always(first: int, recent: int, size: int) -> int:
-    """Entries, at the most, of the blocks that hold the `first` entries and the `recent` ones of a prompt."""
+def max_protected_entries(first: int, recent: int, size: int) -> int:
+    """Return the largest number of entries in the blocks of the `first` and the most `recent` entries of a prompt."""
     return -(-first // size) * size + recent + size - 1
 
 
 PAGE_READERS = ("quest",)
-"""Their names."""
+"""Policies that read pages."""
 PAGE = 16
 """Entries of a page (Quest, https://arxiv.org/abs/2406.10774, section 4.1)."""
 
 
 def reads_pages(policy: Choice) -> bool:
-    """Whether a policy is one of these."""
+    """Return whether a policy reads pages."""
     return policy.name in PAGE_READERS
 
 
-def page_of(policy: Choice) -> int:
-    """Entries of one of its pages. Raises ConfigError for anything but a whole number from 1."""
+def page_size(policy: Choice) -> int:
+    """Return the page size of a policy, in entries. Raises ConfigError unless it is an integer from 1."""
     size = policy.options.get("page", PAGE)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         msg = f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}"
@@ -184,27 +179,27 @@ def page_of(policy: Choice) -> int:
 
 
 def held_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
-    """Bits of one layer: keys and values of every entry, and smallest and largest key of each page that is chosen."""
+    """Return the bits of one layer: all keys and values, and each page's key bounds where pages are chosen."""
     bounds = blocks.before if chooses else 0
     return 2 * FULL_BITS * d_head * kv_heads * (prompt_tokens + bounds)
 
 
-LINED = ("vertical-slash",)
-"""Their names."""
-EVICT_NOTHING = (*PAGE_READERS, *LINED)
+SPARSE_PREFILLS = ("vertical-slash",)
+"""Policies with a sparse prefill of their own."""
+EVICT_NOTHING = (*PAGE_READERS, *SPARSE_PREFILLS)
 """Policies whose cache holds the whole prompt."""
 PROMPT_QUERIES = 32
-"""Queries of the prompt at which isolated quantities are measured, at most."""
+"""Largest number of prompt queries at which isolated quantities are measured."""
 
 
-def lined(policy: Choice) -> bool:
-    """Whether a policy is one of these."""
-    return policy.name in LINED
+def has_sparse_prefill(policy: Choice) -> bool:
+    """Return whether a policy has a sparse prefill of its own."""
+    return policy.name in SPARSE_PREFILLS
 
 
-def check_lines(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
-    """Raise ConfigError where a run asks such a policy for what it does not have; `generate` tokens of answers."""
-    own = next((policy.name for policy in policies if lined(policy)), None)
+def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
+    """Raise ConfigError where a run with a sparse prefill decodes several steps, generates or mixes layer types."""
+    own = next((policy.name for policy in policies if has_sparse_prefill(policy)), None)
     if own is None:
         return
     for met, what, instead in (
@@ -233,4 +228,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "released-v2": _RELEASED,
     "kvpress": {**_RELEASED, "window": 64, "line": "total"},
 }
-"""METHOD's table of presets, as differences from the defaults, which are `paper`; each goes to whatever has it."""
+"""METHOD's table of presets, as differences from the defaults (`paper`); each goes to the choices that have the
+option.
+"""

@@ -1,4 +1,4 @@
-"""Kinds of tasks, and which data sets are of which: what tables and averages over data sets group by."""
+"""Kinds of tasks and their datasets, by which tables and averages are grouped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = (*LONGBENCH, *RULER, NEEDLE, OTHERS)
 
 
 def kind_of(dataset: str) -> str:
-    """The kind of a data set by its name: one of `KINDS`, `others` for one that nobody knows."""
+    """Return the kind of a dataset by its name: one of `KINDS`, `others` for an unknown one."""
     if dataset == NEEDLE:
         return NEEDLE
     known, name = (

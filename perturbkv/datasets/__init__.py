@@ -1,1 +1,1 @@
-"""Where prompts come from: each file yields `Sample`s, `dataset_registry` names them. No torch here."""
+"""Datasets: each module yields `Sample`s, `dataset_registry` lists them by name. No torch here."""

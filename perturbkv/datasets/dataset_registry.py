@@ -1,4 +1,4 @@
-"""The known datasets, by name, and the way to load one. A dataset's module is imported when it is asked for."""
+"""The known datasets by name, and loading them; a dataset's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
 DATA_DIR_VARIABLE = "PERTURBKV_DATA_DIR"
 SHORTEST = 128
 GENERATION_LENGTH = 64
-"""Tokens of an answer at most, for data that names no length of its own."""
+"""Longest answer in tokens, for data without a length of its own."""
 
 
 def _data_dir() -> Path | None:
@@ -29,19 +29,19 @@ def _data_dir() -> Path | None:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """How samples are made or picked; what a dataset looks at, its `DatasetInfo.options` say.
+    """Options of loading samples; `DatasetInfo.options` names those that a dataset uses.
 
     Attributes:
-        samples: how many.
-        at_most: whether fewer will do, where the dataset has no more.
-        seed: of everything random.
+        samples: number of samples.
+        at_most: whether fewer samples are accepted, where the dataset has no more.
+        seed: seed of everything random.
         data_dir: folder with LongBench's or RULER's files; default: the environment's PERTURBKV_DATA_DIR.
-        lengths: tokens of a prompt, before the chat template; RULER's count the answer in.
-        depths: where the fact lies, 0 (beginning) to 1 (end).
+        lengths: tokens of a prompt, before the chat template; RULER's include the answer.
+        depths: position of the fact, 0 (beginning) to 1 (end).
         haystack: `prose` or `noise`.
-        metric: that grades answers instead of the data set's own, one of `metrics.CHOICES`; empty: none is chosen.
+        metric: metric in place of the dataset's, one of `metrics.CHOICES`; empty: none is chosen.
 
-    Raises ConfigError where one is out of its range, UnknownNameError for an unknown haystack or metric.
+    Raises ConfigError for a value out of range, UnknownNameError for an unknown haystack or metric.
     """
 
     samples: int
@@ -75,21 +75,21 @@ class DatasetOptions:
 
 
 class Worded(Protocol):
-    """A wording: what is asked here of LongBench's and RULER's."""
+    """The part of LongBench's and RULER's wordings that is used here."""
 
     @property
     def generation_length(self) -> int:
-        """Tokens of an answer at most."""
+        """Longest answer in tokens."""
 
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """Samples, and what came with them.
+    """Samples and the options that reproduce them.
 
     Attributes:
         samples: at least one.
-        options: what has to be known to make them again (JSON-able, stored in the trace).
-        wordings: LongBench's or RULER's that were used.
+        options: everything needed to make the samples again (JSON-able, stored in the trace).
+        wordings: the wordings of LongBench or RULER that were used.
     """
 
     samples: tuple[Sample, ...]
@@ -98,14 +98,14 @@ class LoadedDataset:
 
     @property
     def generation_length(self) -> int:
-        """Tokens of an answer at most, where the user does not say: the longest that a wording gives."""
+        """Longest answer in tokens, unless the user chooses one: the longest of the wordings."""
         return max((worded.generation_length for worded in self.wordings), default=GENERATION_LENGTH)
 
     @property
     def chat_template(self) -> bool:
-        """Whether a chat template is used where the tokenizer has one and the user does not say.
+        """Whether a tokenizer's chat template is used, unless the user chooses.
 
-        Raises ConfigError for samples that go with one and samples that go without.
+        Raises ConfigError where some samples need it and others must go without.
         """
         without = [sample.task for sample in self.samples if sample.task in WITHOUT_CHAT]
         if without and len(without) < len(self.samples):
@@ -119,7 +119,7 @@ class LoadedDataset:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A registered dataset: what it is, its kind of task, what it needs, and which of `DatasetOptions` it looks at."""
+    """A registered dataset: its summary, kind of task, requirements, module, and the `DatasetOptions` that it uses."""
 
     name: str
     summary: str
@@ -133,7 +133,7 @@ _REGISTRY: dict[str, DatasetInfo] = {}
 
 
 def register(info: DatasetInfo) -> None:
-    """Add a dataset. Raises ConfigError where the name is taken."""
+    """Register a dataset. Raises ConfigError where the name is taken."""
     if info.name in _REGISTRY:
         msg = f"a dataset named '{info.name}' is registered already; choose another name"
         raise ConfigError(msg)
@@ -141,27 +141,27 @@ def register(info: DatasetInfo) -> None:
 
 
 def known() -> list[DatasetInfo]:
-    """Every registered dataset, in the order of registration."""
+    """Return every registered dataset, in the order of registration."""
     return list(_REGISTRY.values())
 
 
-def takes(name: str, option: str) -> bool:
-    """Whether a dataset looks at one of `DatasetOptions`; yes for an unknown name, which is refused as such."""
+def uses_option(name: str, option: str) -> bool:
+    """Return whether a dataset uses one of `DatasetOptions`; true for an unknown name, which is refused elsewhere."""
     return option in _REGISTRY[name].options if name in _REGISTRY else not is_file(name)
 
 
 def in_ruler(name: str) -> bool:
-    """Whether it is one of RULER's 13 tasks."""
+    """Return whether a name is one of RULER's 13 tasks."""
     return name in _REGISTRY and name.startswith(RULER_PREFIX)
 
 
 def in_longbench(name: str) -> bool:
-    """Whether it is one of LongBench's 21 data sets."""
+    """Return whether a name is one of LongBench's 21 datasets."""
     return any(name in names for names in LONGBENCH.values())
 
 
 def is_file(name: str) -> bool:
-    """Whether a dataset is named by its path."""
+    """Return whether a dataset is named by its path."""
     return name.endswith((".jsonl", ".json")) or Path(name).is_file()
 
 
@@ -172,9 +172,9 @@ def check_name(name: str) -> None:
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """The first `options.samples` samples of a dataset. Raises UnknownNameError or DatasetError.
+    """Return the first `options.samples` samples of a dataset. Raises UnknownNameError or DatasetError.
 
-    Fewer are an error, unless `options.at_most`.
+    Fewer samples are an error, unless `options.at_most`.
     """
     check_name(name)
     module = "perturbkv.datasets.jsonl" if is_file(name) else _REGISTRY[name].module
@@ -182,10 +182,10 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     if len(loaded.samples) < options.samples and not options.at_most:
         msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
         raise DatasetError(msg)
-    return _graded_by(options.metric, loaded) if options.metric else loaded
+    return _with_metric(options.metric, loaded) if options.metric else loaded
 
 
-def _graded_by(metric: str, loaded: LoadedDataset) -> LoadedDataset:
+def _with_metric(metric: str, loaded: LoadedDataset) -> LoadedDataset:
     return replace(loaded, samples=tuple(replace(sample, metric=metric) for sample in loaded.samples))
 
 

@@ -1,7 +1,4 @@
-"""A sample's text -> token ids: chat template, answer prefix, and LongBench's cut in the middle of the context.
-
-A prompt's token ids in four bytes each, for whoever reads them a tuple of Python's numbers, which take 36.
-"""
+"""Encoding of samples as token ids: chat template, answer prefix, and LongBench's cut in the middle of the context."""
 
 from __future__ import annotations
 
@@ -16,24 +13,25 @@ from numpy.typing import NDArray
 
 from perturbkv.datasets import metrics
 from perturbkv.datasets import sample as templates
-from perturbkv.datasets.sample import LaidOut, Sample, check_id
+from perturbkv.datasets.sample import RenderedPrompt, Sample, check_id
 from perturbkv.display import ends
 from perturbkv.errors import ConfigError, DatasetError, ModelError
 from perturbkv.escaping import line
 
 
 class TokenIds(Sequence[int]):
-    """Equal to a tuple of the same numbers, with its hash and its words; a part of it is a tuple.
+    """Token ids in four bytes each.
 
-    Raises TypeError for what are no whole numbers, OverflowError for those beyond 64 bits.
+    Equal to a tuple of the same integers, with its hash and its repr; a slice is a tuple. A tuple of Python integers
+    takes 36 bytes per id. Raises TypeError for anything but integers, OverflowError beyond 64 bits.
     """
 
     __slots__ = ("_held",)
 
     def __init__(self, ids: Iterable[int]) -> None:
-        held = np.array(ids if isinstance(ids, TokenIds) else array("q", ids))
-        narrow = held.astype(np.int32)
-        self._held: NDArray[Any] = narrow if np.array_equal(narrow, held) else held
+        whole = np.array(ids if isinstance(ids, TokenIds) else array("q", ids))
+        narrow = whole.astype(np.int32)
+        self._held: NDArray[Any] = narrow if np.array_equal(narrow, whole) else whole
 
     @overload
     def __getitem__(self, place: int) -> int: ...
@@ -42,8 +40,8 @@ class TokenIds(Sequence[int]):
     def __getitem__(self, place: slice) -> tuple[int, ...]: ...
 
     def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
-        found = self._held[place].tolist()
-        return tuple(found) if isinstance(place, slice) else int(found)
+        ids = self._held[place].tolist()
+        return tuple(ids) if isinstance(place, slice) else int(ids)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -73,30 +71,31 @@ class TokenIds(Sequence[int]):
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used."""
 
     chat_template: Any
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
-        """Token ids under `input_ids`."""
+        """Return the token ids under `input_ids`."""
 
 
 @dataclass(frozen=True, repr=False)
 class Prompt:
-    """A prompt as the model gets it.
+    """A prompt as token ids.
 
     Attributes:
-        sample_id: of the sample it was made from.
-        token_ids: at least one; a tuple of them is kept as `TokenIds`, which equal it.
-        cut_tokens: how many tokens its middle lost.
+        sample_id: id of its sample.
+        token_ids: at least one; stored as `TokenIds`, which compare equal to a tuple.
+        cut_tokens: number of tokens cut out of its middle.
         question_tokens: how many of `token_ids`, the last ones, come after the context: question, template, prefix.
         answers: accepted answers, for scoring.
-        task: whose metric scores an answer; empty where none does.
-        classes: what an answer is chosen from, where it is.
-        control_tokens: of the sample's own text, before any cut: a typed `<|im_end|>` is no text to the model.
+        task: task whose metric scores an answer; empty where none does.
+        classes: possible answers, for classification tasks.
+        control_tokens: special tokens in the sample's own text, before any cut: a typed `<|im_end|>` is no text to the
+            model.
         excerpt: the first and last words of the sample's own text, for people: no number depends on it.
-        chat_template: whether the text went through the tokenizer's chat template; `token_ids` hold what it added.
-        metric: that grades an answer instead of the task's; empty where none is chosen.
+        chat_template: whether the tokenizer's chat template was applied; `token_ids` include it.
+        metric: metric in place of the task's; empty where none is chosen.
     """
 
     sample_id: str
@@ -141,15 +140,15 @@ class Prompt:
         chat_template: bool | None = None,
         max_tokens: int | None = None,
     ) -> Prompt:
-        """A prompt of one's own: a text, and behind it the question that is asked about it.
+        """Return a prompt of a text and a question about it, which follows the text.
 
         Args:
             text: the context, which a context-only scenario compresses alone; all of the prompt without a question.
-            model: whose tokenizer and chat template count.
-            question: what follows the text; a line of its own.
+            model: model whose tokenizer and chat template are used.
+            question: question after the text; a line of its own.
             id: unique among the prompts that are measured together.
             answers: accepted answers.
-            metric: that grades an answer, one of `metrics.CHOICES`; empty: f1.
+            metric: metric of an answer, one of `metrics.CHOICES`; empty: f1.
             chat_template: None: where the tokenizer has one.
             max_tokens: a longer prompt is cut in the middle.
 
@@ -164,25 +163,25 @@ class Prompt:
         """
         if metric:
             metrics.check_name(metric)
-        asked = f"\n\n{question}" if question and text else question
+        suffix = f"\n\n{question}" if question and text else question
         template = bool(model.tokenizer.chat_template) if chat_template is None else chat_template
-        sample = Sample(id, text, asked, tuple(answers), metric=metric)
+        sample = Sample(id, text, suffix, tuple(answers), metric=metric)
         return encode(sample, model.tokenizer, chat_template=template, max_tokens=max_tokens)
 
     @property
     def grading(self) -> str:
-        """What names the metric that grades an answer, as `metrics.metric` takes it; empty without accepted answers."""
+        """Name of the metric of an answer, as `metrics.metric` accepts it; empty without accepted answers."""
         return (self.metric or self.task or metrics.DEFAULT) if self.answers else ""
 
     @property
     def cut_place(self) -> int | None:
-        """How many of `token_ids` stand before the cut; None where there is none."""
+        """Number of `token_ids` before the cut; None where there is none."""
         return first_half(len(self.token_ids)) if self.cut_tokens else None
 
     def parts(self, scenario: str) -> tuple[Sequence[int], Sequence[int]]:
-        """What is prefilled and compressed, and what is run over the compressed cache.
+        """Return the token ids that are prefilled and compressed, and those that are run over the compressed cache.
 
-        Raises DatasetError for a context-only prompt that has no context or no question of its own.
+        Raises DatasetError for a context-only prompt without a separate context or question.
         """
         if scenario == "regular":
             return self.token_ids, ()
@@ -197,23 +196,23 @@ class Prompt:
 
 
 def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tokens: int | None) -> Prompt:
-    """Token ids of the prompt, its middle cut out where it is longer than `max_tokens`.
+    """Return the prompt of a sample, its middle cut out where it is longer than `max_tokens`.
 
-    The cut is made on the final ids (first half and last half stay), so that what the chat template puts around the
-    prompt survives; a chat may lose whole turns to it. Raises ConfigError where a chat template is asked for that the
+    The cut is made on the final ids (first half and last half stay), so that the chat template's text around the prompt
+    survives; a chat may lose whole turns to it. Raises ConfigError where a chat template is requested that the
     tokenizer lacks, DatasetError where the cut would reach into the question, and for a chat that the template refuses.
     """
     if max_tokens is not None and max_tokens < 2:
         msg = f"--max-tokens must be at least 2, got {max_tokens}"
         raise ConfigError(msg)
-    laid = _laid_out(sample, tokenizer, chat_template)
+    laid = _render(sample, tokenizer, chat_template)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(laid.text, **more)["input_ids"])
     context = _context_tokens(laid, tokenizer, ids, more)
     kept, question = cut_middle(ids, max_tokens), len(ids) - context
     if len(kept) < len(ids):
         _check_question(sample.id, question, len(kept), len(ids))
-    around = tokenizer(laid.around, **more)["input_ids"]
+    around = tokenizer(laid.template_text, **more)["input_ids"]
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
@@ -222,16 +221,16 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
 
 
 def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:
-    """How many of the ids are special to the tokenizer; none for one that knows no such tokens."""
+    """Return how many of the ids are special to the tokenizer; 0 for a tokenizer without such tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*getattr(tokenizer, "all_special_ids", ()), *(place for place, one in added.items() if one.special)}
     return sum(token in special for token in ids)
 
 
-def _laid_out(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> LaidOut:
-    """The sample's whole text, and where its question begins.
+def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> RenderedPrompt:
+    """Return the sample's whole text, and where its question begins.
 
-    Raises ConfigError or DatasetError where it needs a chat template that is not there.
+    Raises ConfigError or DatasetError where it needs a chat template that the tokenizer lacks.
     """
     if sample.chat is not None:
         if not (chat_template and tokenizer.chat_template):
@@ -240,22 +239,22 @@ def _laid_out(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Laid
             hint = "leave that option out" if here else "use a chat model"
             msg = f"{sample.chat.where}: messages need the model's chat template, which {why}; {hint}"
             raise DatasetError(msg)
-        return templates.laid_out(sample.chat, tokenizer, sample.answer_prefix)
+        return templates.render_chat(sample.chat, tokenizer, sample.answer_prefix)
     if not chat_template:
         text = _plain_text(sample)
-        return LaidOut(text, _border(sample, text, 0), "")
+        return RenderedPrompt(text, _context_end(sample, text, 0), "")
     if not tokenizer.chat_template:
         msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
         raise ConfigError(msg)
-    text = templates.chat_turn(sample.prompt, tokenizer) + sample.answer_prefix
-    around, start = templates.around_turn(tokenizer)
-    return LaidOut(text, _border(sample, text, start), around)
+    text = templates.render_turn(sample.prompt, tokenizer) + sample.answer_prefix
+    around, start = templates.turn_frame(tokenizer)
+    return RenderedPrompt(text, _context_end(sample, text, start), around)
 
 
-def _context_tokens(laid: LaidOut, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
-    """Tokens up to the end of the context, counted on the prompt's own ids: one that reaches over is the question's.
+def _context_tokens(laid: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
+    """Return the number of tokens up to the end of the context; a token across the border belongs to the question.
 
-    All tokens for a sample without a question, one less at most for one with.
+    All tokens for a sample without a question, at most one less for one with.
     """
     if laid.border < 0:
         return len(ids)
@@ -264,18 +263,18 @@ def _context_tokens(laid: LaidOut, tokenizer: Tokenizer, ids: tuple[int, ...], m
     return min(alike, len(ids) - 1)
 
 
-def _border(sample: Sample, text: str, start: int) -> int:
-    """Where the context ends in the text, which holds the prompt from `start` on, its outer whitespace lost or not.
+def _context_end(sample: Sample, text: str, start: int) -> int:
+    """Return the index in `text` at which the context ends; the prompt is in the text after `start`.
 
-    −1 where there is no context or no question, or a chat template changed the prompt otherwise: they cannot be told
-    apart.
+    Its outer whitespace may be lost. −1 where there is no context or no question, or where a chat template changed the
+    prompt otherwise.
     """
     if not sample.question.strip() or not sample.context:
         return -1
     bare = sample.prompt.strip()
-    found = text.find(bare, start)
+    begin = text.find(bare, start)
     lead = len(sample.prompt) - len(sample.prompt.lstrip())
-    return found if found < 0 else found + min(max(len(sample.context) - lead, 0), len(bare))
+    return begin if begin < 0 else begin + min(max(len(sample.context) - lead, 0), len(bare))
 
 
 def _check_question(sample: str, question: int, kept: int, whole: int) -> None:
@@ -291,12 +290,12 @@ def _check_question(sample: str, question: int, kept: int, whole: int) -> None:
 
 
 def first_half(length: int) -> int:
-    """⌈length/2⌉: how many ids of a cut prompt come from its beginning."""
+    """Return ⌈length/2⌉, the number of ids of a cut prompt that come from its beginning."""
     return length - length // 2
 
 
 def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
-    """The first ⌈max/2⌉ and the last ⌊max/2⌋ ids where there are more than `max_tokens`."""
+    """Return the first ⌈max/2⌉ and the last ⌊max/2⌋ ids where there are more than `max_tokens`."""
     if max_tokens is None or len(ids) <= max_tokens:
         return ids
     first = first_half(max_tokens)
@@ -306,22 +305,22 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
 def check_length(prompt: Prompt, positions: int, steps: int, length: int | None = None) -> None:
     """Raise DatasetError where prompt and decode steps need more positions than the model has.
 
-    `length` is what was asked for, where that and no cut decides how long a prompt is.
+    `length` is the requested length, where that and no cut decides how long a prompt is.
     """
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:
         option, beside = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
         msg = (
             f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; {_fitting(tokens, positions, steps, option, beside)}"
+            f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, beside)}"
         )
         raise DatasetError(msg)
 
 
-def _fitting(tokens: int, positions: int, steps: int, option: str, beside: int) -> str:
-    """What makes prompt and decode steps fit; never a length that no prompt can have.
+def _length_hint(tokens: int, positions: int, steps: int, option: str, beside: int) -> str:
+    """Return what to do so that prompt and decode steps fit; never a length that no prompt can have.
 
-    `beside` are tokens of the prompt that the option does not count.
+    `beside` counts tokens of the prompt that the option does not include.
     """
     if positions - steps - beside >= 2:
         return f"use {option} {positions - steps - beside} or less"
@@ -333,7 +332,7 @@ def _fitting(tokens: int, positions: int, steps: int, option: str, beside: int) 
 
 
 def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
-    """Raise ModelError for a token that the model has no embedding of: its tokenizer is another model's."""
+    """Raise ModelError for a token without an embedding in the model: its tokenizer is another model's."""
     token = max(prompt.token_ids)
     if not (0 <= min(prompt.token_ids) and token < vocabulary):
         msg = (

@@ -1,4 +1,4 @@
-"""A Python file of another package, run alone: what it imports is chosen, and nothing is left in `sys.modules`."""
+"""Execution of a single Python file of another package, with substitutes for its imports, outside `sys.modules`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 StandIn = Callable[[str], Any]
-"""Name of a module -> what stands in for it; None: the module itself."""
+"""Name of a module -> its substitute; None: the module itself."""
 
 
 def run_file(path: Path, stand_in: StandIn) -> dict[str, Any]:
-    """The names that a file defines, each time anew; it prints nothing.
+    """Execute a file and return the names that it defines, new at each call; it prints nothing.
 
-    Its bare `except:` is read as `except Exception:`, so that Ctrl-C and `NoEnd` get through loops that try for ever.
-
+    Its bare `except:` is compiled as `except Exception:`, so that Ctrl-C and `NoEnd` end loops that retry forever.
     Raises OSError, SyntaxError and ImportError as importing the file would.
     """
 
@@ -32,7 +31,7 @@ def run_file(path: Path, stand_in: StandIn) -> dict[str, Any]:
 
 
 class NoEnd(BaseException):
-    """A loop that would go on for ever; no `Exception`, which such loops catch."""
+    """A loop that would not end; not an `Exception`, which such loops catch."""
 
 
 class _Stoppable(ast.NodeTransformer):

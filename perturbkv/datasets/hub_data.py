@@ -1,4 +1,4 @@
-"""A data set's file from the hub, or one line that says how to bring it."""
+"""Download of a dataset's file from the hub, with a one-line error that says how to get it otherwise."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from perturbkv.models.hub import HubError
 
 
 def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "") -> str:
-    """Path of a data set repository's file, from the hub or its cache on disk.
+    """Return the path of a dataset repository's file, from the hub or its cache on disk.
 
-    `local` is the file that --data-dir would hold instead. Raises DatasetError, which names both.
+    `local` is the name of the file in --data-dir that would replace it. Raises DatasetError, which names both.
     """
     try:
-        found = hub.find(repo, revision, "dataset")
-        found.bring([file])
+        repository = hub.find(repo, revision, "dataset")
+        repository.bring([file])
     except HubError as error:
         msg = (
             f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({error}); bring it "
             f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {local}, or with a reachable hub or a filled HF_HOME"
         )
         raise DatasetError(msg) from error
-    return str(found.folder / file)
+    return str(repository.folder / file)

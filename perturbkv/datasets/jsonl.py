@@ -1,8 +1,6 @@
-"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or LongBench's fields.
+"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or LongBench's fields, all checked.
 
-The lines of a jsonl file as checked objects: a field is what it should be, or an error that names file and line.
-
-A row with `messages`, as chat services write them, as a sample: the last user's turn is the question.
+Errors name file and line. In a row with `messages`, as chat services write them, the last user's turn is the question.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a 
 
 @dataclass(frozen=True)
 class Row:
-    """One line's object; every method raises DatasetError for a field that is of another kind.
+    """The object of one line; every method raises DatasetError for a field of another type.
 
     Attributes:
-        fields: as parsed.
-        place: of the row among the file's rows, from 0.
+        fields: the parsed fields.
+        place: index of the row among the file's rows, from 0.
         where: file and line, for errors.
     """
 
@@ -40,7 +38,7 @@ class Row:
     where: str
 
     def text(self, name: str) -> str:
-        """A field that is text; empty where the row lacks it."""
+        """Return a text field; empty where the row lacks it."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
             msg = f"expected `{name}` to be text, got {kind(value)}"
@@ -48,7 +46,7 @@ class Row:
         return self.encodable(f"`{name}`", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A field that is a list of texts; empty where the row lacks it."""
+        """Return a field that is a list of texts; empty where the row lacks it."""
         values = self.fields.get(name, [])
         if not isinstance(values, list):
             msg = f"expected `{name}` to be a list of texts, got {kind(values)}"
@@ -60,7 +58,7 @@ class Row:
         return tuple(self.encodable(f"`{name}`", value) for value in values)
 
     def identity(self, name: str) -> str:
-        """A field that is text or a whole number, as text; the row's place where it lacks it or it is empty."""
+        """Return a field that is text or an integer, as text; the row's index where it is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
             msg = f"expected `{name}` to be text or a whole number, got {kind(value)}"
@@ -68,23 +66,26 @@ class Row:
         return self.encodable(f"`{name}`", str(value)) or str(self.place)
 
     def placed_identity(self, name: str) -> str:
-        """The row's place and behind it the field, for data whose own ids come twice; the place alone without one."""
+        """Return the row's index followed by the field, for data whose own ids repeat.
+
+        The index alone without the field.
+        """
         named = self.fields.get(name) is not None and self.identity(name)
         return f"{self.place}-{named}" if named and self.fields[name] else str(self.place)
 
     def own_identity(self) -> str:
-        """The field `id`; of a row without it what its place and LongBench's `_id` make."""
+        """Return the field `id`; without it, the row's index and LongBench's `_id`."""
         return self.placed_identity("_id") if self.fields.get("id") is None else self.identity("id")
 
     def sample(self, **fields: Any) -> Sample:
-        """The sample of these fields."""
+        """Return the sample of these fields. Raises DatasetError with file and line."""
         try:
             return Sample(**fields)
         except DatasetError as error:
             raise self.refusal(error) from None
 
     def encodable(self, name: str, value: str) -> str:
-        """The value, of a field called `name`. Raises DatasetError where no file can hold it."""
+        """Return the value of a field called `name`. Raises DatasetError where no file can hold it."""
         try:
             check_text(f"expected {name}", value)
         except DatasetError as error:
@@ -92,17 +93,20 @@ class Row:
         return value
 
     def refusal(self, problem: object) -> DatasetError:
-        """The error that names file and line."""
+        """Return the error with file and line."""
         return DatasetError(f"{self.where}: {problem}")
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """Return the type of a JSON value, in words."""
     return _KINDS.get(type(value), "an object")
 
 
 def read_rows(text: str, where: str, most: int) -> list[Row]:
-    """At most `most` rows of a jsonl text. Raises DatasetError for a line that is no JSON object, and for no line."""
+    """Return at most `most` rows of a jsonl text.
+
+    Raises DatasetError for a line that is no JSON object, and for no line.
+    """
     rows: list[Row] = []
     for line, content in _lines(text):
         if len(rows) == most:
@@ -115,7 +119,7 @@ def read_rows(text: str, where: str, most: int) -> list[Row]:
 
 
 def check_identities(samples: tuple[Sample, ...], rows: list[Row]) -> None:
-    """Raise DatasetError, which names the line, where a sample has the id of an earlier one."""
+    """Raise DatasetError, with the line, where a sample has the id of an earlier one."""
     seen: set[str] = set()
     for sample, row in zip(samples, rows, strict=True):
         if sample.id in seen:
@@ -132,27 +136,27 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(content: str, place: int, where: str) -> Row:
     try:
-        found = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
+        document = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
     except ValueError as error:
         msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
         raise DatasetError(msg) from None
-    if not isinstance(found, dict):
-        msg = f"{where}: expected a JSON object, got {kind(found)}"
+    if not isinstance(document, dict):
+        msg = f"{where}: expected a JSON object, got {kind(document)}"
         raise DatasetError(msg)
-    return Row(found, place, where)
+    return Row(document, place, where)
 
 
 ROLES = ("system", "user", "assistant")
 _CALLS = ("tool_calls", "function_call")
-"""Fields of a message that say something that no text says."""
+"""Fields of a message with content other than text."""
 
 
 def chat_sample(row: Row) -> Sample:
-    """The sample of a row's messages. Raises DatasetError, which names file and line, for what is no chat."""
+    """Return the sample of a row's messages. Raises DatasetError, with file and line, for an invalid chat."""
     if "prompt" in row.fields:
         msg = "expected `prompt` or `messages`, got both; leave one out"
         raise row.refusal(msg)
-    messages = tuple(_message(row, place, one) for place, one in enumerate(_listed(row)))
+    messages = tuple(_message(row, place, one) for place, one in enumerate(_message_list(row)))
     *earlier, last = messages
     _check_last(row, last)
     return row.sample(
@@ -165,17 +169,17 @@ def chat_sample(row: Row) -> Sample:
     )
 
 
-def _listed(row: Row) -> list[Any]:
-    found = row.fields["messages"]
-    if not isinstance(found, list) or not found:
-        got = "an empty list" if found == [] else kind(found)
+def _message_list(row: Row) -> list[Any]:
+    messages = row.fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        got = "an empty list" if messages == [] else kind(messages)
         msg = f"expected `messages` to be a list of messages, got {got}"
         raise row.refusal(msg)
-    return found
+    return messages
 
 
 def _message(row: Row, place: int, found: Any) -> Message:
-    """One message, of one of the known roles and with text; `place` counts from 0."""
+    """Return one message with a known role and a text; `place` counts from 0. Raises DatasetError."""
     if not isinstance(found, dict):
         msg = f"expected message {place + 1} to be an object with `role` and `content`, got {kind(found)}"
         raise row.refusal(msg)
@@ -194,7 +198,7 @@ def _message(row: Row, place: int, found: Any) -> Message:
 
 
 def _check_last(row: Row, last: Message) -> None:
-    """Raise DatasetError unless the last message is a user's and says something."""
+    """Raise DatasetError unless the last message is a user's and not empty."""
     if last.role == "assistant":
         msg = (
             "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
@@ -208,7 +212,7 @@ def _check_last(row: Row, last: Message) -> None:
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """The first samples of a file. Raises DatasetError naming file and line for what cannot be read."""
+    """Return the first samples of a file. Raises DatasetError with file and line for what cannot be read."""
     path = Path(name)
     text = FILE.read_text(path)
     rows = read_rows(text, str(path), options.samples)
@@ -221,8 +225,8 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def longbench_sample(row: Row, worded: Wording) -> Sample:
-    """A row with LongBench's fields, in its data set's wording."""
-    for name in ("context", "input") if worded.asks else ("context",):
+    """Return the sample of a row with LongBench's fields, in its dataset's wording."""
+    for name in ("context", "input") if worded.has_question else ("context",):
         if name not in row.fields:
             msg = f"expected the field `{name}`, which {worded.dataset}'s prompt has; got {[*row.fields]}"
             raise row.refusal(msg)
@@ -230,7 +234,7 @@ def longbench_sample(row: Row, worded: Wording) -> Sample:
     if not context.strip():
         msg = "the context is empty; give `context` some text"
         raise row.refusal(msg)
-    before, after = worded.around(row.text("input"))
+    before, after = worded.surrounding_text(row.text("input"))
     return row.sample(
         id=row.own_identity(),
         context=before + context,
@@ -242,26 +246,26 @@ def longbench_sample(row: Row, worded: Wording) -> Sample:
 
 
 def _wordings(rows: list[Row]) -> dict[str, Wording]:
-    """The wording of each of LongBench's data sets that a row names."""
-    found: dict[str, Wording] = {}
+    """Return the wording of each LongBench dataset that a row names."""
+    wordings: dict[str, Wording] = {}
     for row in rows:
         name = row.fields.get("dataset")
         if (
             {"prompt", "messages"} & row.fields.keys()
             or not isinstance(name, str)
             or not in_longbench(name)
-            or name in found
+            or name in wordings
         ):
             continue
         try:
-            found[name] = wording.read(name)
+            wordings[name] = wording.read(name)
         except DatasetError as error:
             raise row.refusal(error) from None
-    return found
+    return wordings
 
 
 def _metric(row: Row) -> str:
-    """The metric that the row names for its answers; empty where it names none."""
+    """Return the metric that the row names for its answers; empty where it names none."""
     named = row.text("metric")
     try:
         if named:
@@ -289,7 +293,7 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
 
 
 def _plain(row: Row) -> Sample:
-    """Context and question with an empty line between them, and nothing else."""
+    """Return a sample of context and question with an empty line between them."""
     context, question = row.text("context"), row.text("input")
     if not (context + question).strip():
         msg = "the prompt is empty; give `context` or `input` some text"

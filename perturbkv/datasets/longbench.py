@@ -1,6 +1,6 @@
 """LongBench (Bai et al., 2023, https://arxiv.org/abs/2308.14508) from local jsonl files, or from the hub's archive.
 
-The hub holds one `data.zip`, dataset zai-org/LongBench, formerly THUDM/LongBench; its loading script is not used.
+The hub has a single `data.zip`, dataset zai-org/LongBench, formerly THUDM/LongBench; its loading script is not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ ARCHIVE = "data.zip"
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """The first samples of a LongBench dataset. Raises DatasetError where its file or wording is nowhere to be had."""
+    """Return the first samples of a LongBench dataset.
+
+    Raises DatasetError where its file or wording is not available.
+    """
     worded = wording.read(name)
     local = _local_file(name, options.data_dir)
     text, where = (FILE.read_text(local), str(local)) if local else (_from_hub(name), f"{HUB_ID}/{ARCHIVE}")

@@ -1,14 +1,9 @@
-"""How good an answer is, from 0 to 1: by the metric of its data set, or by one that is chosen.
+"""Metrics of answers, from 0 to 1: exact match, F1, numbers and leading digits, and the metrics of the datasets.
 
-LongBench's metrics, and ROUGE-L with them, come from the installed lm-eval; the others need nothing.
-
-How far an answer's words are those that were expected: exact match and F1, as SQuAD's evaluation has them.
-
-Rajpurkar et al., 2016, https://arxiv.org/abs/1606.05250, section 6.1. Both look at lower-case words without punctuation
-and without articles. An accepted answer of which nothing is left so, such as the "A" of a multiple choice or "+", is
-looked at with its articles, or with its punctuation too: SQuAD's own evaluation gives such an answer 0, and silence 1.
-
-How right is a generated number? Exactly, or as far as its leading digits go.
+LongBench's metrics, and ROUGE-L with them, come from the installed lm-eval; the others have no dependency. Exact match
+and F1 follow SQuAD (Rajpurkar et al., 2016, https://arxiv.org/abs/1606.05250, section 6.1): both compare lower-case
+words without punctuation and articles. An accepted answer that is empty after this, such as the "A" of a multiple
+choice or "+", keeps its articles, or its punctuation too: SQuAD's own evaluation gives such an answer 0, and silence 1.
 """
 
 from __future__ import annotations
@@ -38,13 +33,13 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(text: str, answers: Sequence[str]) -> float:
-    """1 where the words are those of an accepted answer, in its order, else 0."""
-    return float(any(found == expected for found, expected in _words(text, answers)))
+    """Return 1 where the words are those of an accepted answer, in its order, else 0."""
+    return float(any(words == expected for words, expected in _words(text, answers)))
 
 
 def f1(text: str, answers: Sequence[str]) -> float:
-    """Harmonic mean of the shares of both texts' words that they have in common, in [0, 1]; of the best answer."""
-    return max((_f1(found, expected) for found, expected in _words(text, answers)), default=0.0)
+    """Return the largest F1, in [0, 1], of the text's words and those of an accepted answer."""
+    return max((_f1(words, expected) for words, expected in _words(text, answers)), default=0.0)
 
 
 def _f1(found: list[str], expected: list[str]) -> float:
@@ -53,7 +48,7 @@ def _f1(found: list[str], expected: list[str]) -> float:
 
 
 def _words(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """The text's words and each answer's, both as bare as leaves the answer any."""
+    """Yield the words of the text and of each answer, normalised as far as leaves the answer any words."""
     for answer in answers:
         bare = next((bare for bare in _BARE if bare(answer)), str.split)
         yield bare(text), bare(answer)
@@ -63,71 +58,71 @@ def _content(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def _spoken(text: str) -> list[str]:
+def _without_punctuation(text: str) -> list[str]:
     return text.lower().translate(_PUNCTUATION).split()
 
 
-def _typed(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return text.lower().split()
 
 
-_BARE = (_content, _spoken, _typed)
-"""Ways to see a text as words, the barest first."""
+_BARE = (_content, _without_punctuation, _split_words)
+"""Normalisations of a text to words, the strongest first."""
 
 
 _NUMBER = re.compile(r"\d[\d,]*")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
-    """1 where the first number in the text, its thousands' commas left out, is one of the answers, else 0.
+    """Return 1 where the first number in the text, without thousands' commas, is one of the answers, else 0.
 
-    NaN where no answer is a number: how right a text is, this cannot tell.
+    NaN where no answer is a number.
     """
     wanted = _numbers(answers)
     return float(_first_number(text) in wanted) if wanted else math.nan
 
 
 def leading_digits(text: str, answers: Sequence[str]) -> float:
-    """The share, in [0, 1], of an answer's digits that the text's first number begins with; of the best answer.
+    """Return the largest share, in [0, 1], of an answer's leading digits with which the text's first number begins.
 
     NaN where no answer is a number.
     """
-    found = _first_number(text)
-    shares = [len(os.path.commonprefix([found, number])) / len(number) for number in _numbers(answers)]
+    first = _first_number(text)
+    shares = [len(os.path.commonprefix([first, number])) / len(number) for number in _numbers(answers)]
     return max(shares, default=math.nan)
 
 
 def _numbers(answers: Sequence[str]) -> list[str]:
-    """Those answers that are nothing but a number, without commas."""
+    """Return the answers that are nothing but a number, without commas."""
     return [answer.replace(",", "") for answer in answers if _NUMBER.fullmatch(answer)]
 
 
 def _first_number(text: str) -> str:
-    """Empty where there is none."""
-    found = _NUMBER.search(text)
-    return found[0].replace(",", "") if found else ""
+    """Return the first number in the text without commas; empty where there is none."""
+    match = _NUMBER.search(text)
+    return match[0].replace(",", "") if match else ""
 
 
 Grade = Callable[[str, Sequence[str], Sequence[str]], float]
-"""Text of an answer, accepted answers, classes to choose from -> 0 to 1, of the best accepted answer."""
+"""Text of an answer, accepted answers, classes to choose from -> 0 to 1, for the best accepted answer."""
 DEFAULT = "f1"
-"""Of accepted answers that come with no data set's metric and no choice."""
+"""Metric for accepted answers without a dataset's metric and without a choice."""
 _DEEPEST = 10**6
-"""Calls within calls: words of an answer and a reference together."""
+"""Recursion limit for ROUGE-L, which needs a call per word of an answer and a reference."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A way to grade: its name, and what it gives."""
+    """A metric of answers: its name and its function."""
 
     name: str
     grade: Grade
 
 
 def metric(named: str) -> Metric | None:
-    """The metric of a data set, or one of `CHOICES`; None for an empty name, which is that of no data set.
+    """Return the metric of a dataset, or one of `CHOICES`; None for an empty name.
 
-    Raises DatasetError where what it needs is not installed, or is another version than ours.
+    Raises DatasetError where a package is missing or of an unknown version.
     """
     if named in CHOICES:
         return Metric(named, CHOICES[named]())
@@ -137,9 +132,9 @@ def metric(named: str) -> Metric | None:
         return None
     if named.startswith(RULER_PREFIX):
         name, ruler = grader(named)
-        return Metric(name, _of_answers(ruler))
+        return Metric(name, _ignoring_classes(ruler))
     worded = wording.read(named)
-    return Metric(worded.metric, _of_longbench(worded.function, worded.until))
+    return Metric(worded.metric, _longbench_grade(worded.function, worded.until))
 
 
 def check_name(name: str) -> None:
@@ -164,22 +159,22 @@ def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sampl
         raise DatasetError(msg)
 
 
-def _of_answers(grade: Callable[[str, Sequence[str]], float]) -> Grade:
-    """A metric that asks for no classes."""
+def _ignoring_classes(grade: Callable[[str, Sequence[str]], float]) -> Grade:
+    """Return a metric that ignores classes."""
     return lambda text, answers, classes: grade(text, answers)
 
 
 CHOICES: Mapping[str, Callable[[], Grade]] = {
-    "f1": lambda: _of_answers(f1),
-    "exact-match": lambda: _of_answers(exact_match),
-    "rouge-l": lambda: _of_longbench("get_rouge_with_score"),
-    "exact-number": lambda: _of_answers(exact_number),
+    "f1": lambda: _ignoring_classes(f1),
+    "exact-match": lambda: _ignoring_classes(exact_match),
+    "rouge-l": lambda: _longbench_grade("get_rouge_with_score"),
+    "exact-number": lambda: _ignoring_classes(exact_number),
 }
-"""Metrics that go with any accepted answers."""
+"""Metrics for any accepted answers."""
 
 
-def _of_longbench(name: str, until: Sequence[str] = ()) -> Grade:
-    """A function of lm-eval's; an answer ends before each of `until`."""
+def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
+    """Return the metric of a function of lm-eval; an answer ends before each of `until`."""
     function = _functions().get(name)
     if function is None:
         msg = f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
@@ -198,7 +193,7 @@ def _of_longbench(name: str, until: Sequence[str] = ()) -> Grade:
 
 @contextmanager
 def _deep_calls() -> Iterator[None]:
-    """Room for ROUGE-L's recursion, a call per word of both texts: where there is none, lm-eval scores 0 in silence."""
+    """Raise the recursion limit for ROUGE-L, a call per word of both texts: without it lm-eval scores 0 in silence."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, _DEEPEST))
     try:
@@ -209,7 +204,10 @@ def _deep_calls() -> Iterator[None]:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """lm-eval's metrics, from their file alone. Raises DatasetError where they, or what they need, are missing."""
+    """Return lm-eval's metric functions, from their file alone.
+
+    Raises DatasetError where they or a package are missing.
+    """
     path = wording.lm_eval_folder("the metric comes from lm-eval") / "metrics.py"
     if not path.is_file():
         msg = f"expected LongBench's metrics at {path}, as lm-eval 0.4.13 has them, got none; {wording.INSTALL}"
@@ -217,9 +215,9 @@ def _functions() -> dict[str, Any]:
     try:
         with warnings.catch_warnings():  # the old packages that it imports warn of their own syntax
             warnings.simplefilter("ignore")
-            found = run_file(path, lambda name: None)
+            functions = run_file(path, lambda name: None)
     except ImportError:
         msg = f"LongBench's metrics need jieba, fuzzywuzzy and rouge, which are not installed; {wording.INSTALL}"
         raise DatasetError(msg) from None
     logging.getLogger("jieba").setLevel(logging.WARNING)
-    return found
+    return functions

@@ -1,10 +1,8 @@
-"""A needle in a haystack: a fact at a given depth of a long text, asked for at the end (paper, appendix E).
+"""Needle in a haystack: a fact at a given depth of a long text, and a question about it at the end (paper, appendix E).
 
-The haystack is prose that ships with Python, or repeated filler. Lengths count the tokens of the user's turn.
-
-Running English prose that every Python carries: CPython's language reference in `pydoc_data.topics`.
-
-Needle prompts with a second fact of the same words about another city: which one was asked for has to be read.
+The haystack is English prose that ships with Python, CPython's language reference in `pydoc_data.topics`, or repeated
+filler. Lengths count the tokens of the user's turn. A distracted prompt has a second fact in the same words about
+another city, so that the city has to be read too.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ _ODD = re.compile(r"::|[=<>{}\\^~_@#]|\.\.\.|\(\)|--")
 
 @functools.cache
 def sentences() -> tuple[str, ...]:
-    """Plain sentences of the manual, in its own order: no code, tables, headings or grammar."""
+    """Return plain sentences of the manual, in its order: no code, tables, headings or grammar."""
     from pydoc_data.topics import topics
 
-    found = [sentence for name in sorted(topics) for block in _paragraphs(topics[name]) for sentence in _split(block)]
-    return tuple(dict.fromkeys(found))
+    plain = [sentence for name in sorted(topics) for block in _paragraphs(topics[name]) for sentence in _split(block)]
+    return tuple(dict.fromkeys(plain))
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Blocks of unindented lines that read as prose."""
+    """Return blocks of unindented lines that read as prose."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith((" ", "*", "-", "+", "["))]
     return [" ".join(block.split()) for block in blocks if not re.search(r"^[=\-*~^\"]{4,}$", block, re.MULTILINE)]
 
@@ -76,7 +74,7 @@ _ROOM = 50
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """Samples that go through lengths × depths in turn; sample i is the same however many are asked for.
+    """Return samples that cycle through lengths × depths; sample i does not depend on the number of samples.
 
     Raises DatasetError where a length is too short for needle and question.
     """
@@ -124,7 +122,7 @@ def _sample(place: int, length: int, depth: float, options: DatasetOptions, toke
 
 
 def _fill(source: Sequence[str], draw: random.Random, room: int, tokenizer: Tokenizer) -> list[str]:
-    """Consecutive sentences from a random place on, going round at the end, about `room` tokens of them."""
+    """Return consecutive sentences from a random start, wrapping at the end, of about `room` tokens."""
     start, used = draw.randrange(len(source)), 0
     hay: list[str] = []
     while used < room:
@@ -134,7 +132,7 @@ def _fill(source: Sequence[str], draw: random.Random, room: int, tokenizer: Toke
 
 
 def _insert(hay: Sequence[str], needle: str, depth: float, tokenizer: Tokenizer) -> list[str]:
-    """The needle at the sentence boundary nearest to `depth` of the haystack's tokens."""
+    """Insert the needle at the sentence boundary nearest to `depth` of the haystack's tokens."""
     ends = [0]
     for sentence in hay:
         ends.append(ends[-1] + _count(tokenizer, " " + sentence))
@@ -147,16 +145,16 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def distracted(sample: Sample, seed: int) -> tuple[Sample, str]:
-    """A needle sample with the other city's fact right behind its own, and its own fact's sentence.
+    """Return a needle sample with another city's fact after its own, and the sentence of its own fact.
 
-    Raises DatasetError where the sample is not needle's.
+    Raises DatasetError for a sample that is not of the needle dataset.
     """
     answer = sample.answers[0] if sample.answers else ""
-    found = [fact for city in CITIES if (fact := NEEDLE.format(city=city, number=answer)) in sample.context]
-    if not found:
+    facts = [fact for city in CITIES if (fact := NEEDLE.format(city=city, number=answer)) in sample.context]
+    if not facts:
         msg = f"expected sample '{sample.id}' to hold needle's fact, got a context without it; use --dataset needle"
         raise DatasetError(msg)
     draw = random.Random(f"distraction/{seed}/{sample.id}")
-    others = [city for city in CITIES if f" {city} " not in found[0]]
+    others = [city for city in CITIES if f" {city} " not in facts[0]]
     wrong = NEEDLE.format(city=draw.choice(others), number=draw.randrange(1_000_000, 10_000_000))
-    return replace(sample, context=sample.context.replace(found[0], f"{found[0]} {wrong}", 1)), found[0]
+    return replace(sample, context=sample.context.replace(facts[0], f"{facts[0]} {wrong}", 1)), facts[0]

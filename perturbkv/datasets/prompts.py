@@ -1,7 +1,4 @@
-"""The prompts of a run as token ids, with what has to be known to make them again.
-
-What each token of a prompt adds to its text, for people: the pieces, one behind the other, are the text.
-"""
+"""The prompts of a run as token ids, with everything needed to make them again; and the text of each token."""
 
 from __future__ import annotations
 
@@ -21,28 +18,28 @@ from perturbkv.errors import DatasetError
 from perturbkv.escaping import line
 
 DEFAULT_SAMPLES = 8
-OWN = "prompts"
-"""The dataset's name of prompts that came from no dataset."""
+NO_DATASET = "prompts"
+"""Dataset name of prompts that come from no dataset."""
 
 
 @dataclass(frozen=True, repr=False)
 class Prompts(Sequence[Prompt]):
-    """Prompts of one origin: a sequence of `Prompt`, of which a slice keeps the origin.
+    """Prompts of one origin: a sequence of `Prompt`; a slice keeps the origin.
 
     Attributes:
-        prompts: at least one, of different ids.
-        dataset: where they are from.
-        options: what the dataset wants recorded (JSON-able).
-        chat_template: whether they went through one.
-        max_tokens: the length to which longer ones were cut; None: none was.
-        generation_length: tokens of an answer at most, where the user does not say.
-        seed: of their making.
+        prompts: at least one, with different ids.
+        dataset: name of their dataset.
+        options: options of the dataset for the trace (JSON-able).
+        chat_template: whether a chat template was applied.
+        max_tokens: the length to which longer prompts were cut; None: none was.
+        generation_length: longest answer in tokens, unless the user chooses one.
+        seed: seed of the samples.
 
-    Raises DatasetError where there is none, or two have the same id.
+    Raises DatasetError for no prompts, and for two with the same id.
     """
 
     prompts: tuple[Prompt, ...]
-    dataset: str = OWN
+    dataset: str = NO_DATASET
     options: Mapping[str, Any] = field(default_factory=dict)
     chat_template: bool = False
     max_tokens: int | None = None
@@ -61,12 +58,12 @@ class Prompts(Sequence[Prompt]):
 
     @property
     def ids(self) -> list[str]:
-        """The prompts' ids, in their order."""
+        """The prompts' ids, in order."""
         return [prompt.sample_id for prompt in self.prompts]
 
     @property
     def cut(self) -> int:
-        """How many prompts lost their middle."""
+        """Number of prompts that were cut in the middle."""
         return sum(prompt.cut_tokens > 0 for prompt in self.prompts)
 
     def __len__(self) -> int:
@@ -106,10 +103,10 @@ def encode_all(
     max_tokens: int | None = None,
     seed: int = 0,
 ) -> Prompts:
-    """The samples of a dataset as the model gets them.
+    """Return the prompts of a dataset's samples as token ids.
 
-    `chat_template` None: where the tokenizer has one and the dataset goes with one. Raises DatasetError and ConfigError
-    for what is wrong with the data.
+    `chat_template` None: the tokenizer's, where it has one and the dataset uses one. Raises DatasetError and
+    ConfigError for invalid data.
     """
     template = bool(tokenizer.chat_template) and loaded.chat_template if chat_template is None else chat_template
     prompts = tuple(
@@ -131,30 +128,28 @@ def load(
     positions: int | None = None,
     **options: Any,
 ) -> Prompts:
-    """The prompts of a dataset; `options` are further fields of `DatasetOptions`.
+    """Return the prompts of a dataset; `options` are further fields of `DatasetOptions`.
 
-    `positions` are the model's, None: unknown; prompts of a longer --length are refused before they are made.
-
-    `samples` None: 8, or all where there are fewer; lengths, depths and data_dir that are empty: the dataset's own.
-
-    Raises UnknownNameError, DatasetError and ConfigError for all that is wrong with the data.
+    `positions` are the model's, None: unknown; prompts of a longer --length are refused before they are made. `samples`
+    None: 8, or all where there are fewer; empty lengths, depths and data_dir: the dataset's own. Raises
+    UnknownNameError, DatasetError and ConfigError for invalid data.
     """
     given: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
-    asked = DatasetOptions(
+    requested = DatasetOptions(
         samples=DEFAULT_SAMPLES if samples is None else samples,
         at_most=samples is None,
         **{field: value for field, value in given.items() if value},
         **options,
     )
     dataset_registry.check_name(name)
-    if dataset_registry.takes(name, "lengths") and positions is not None:
-        _check_made(name, max(asked.lengths), max_tokens, positions)
-    loaded = dataset_registry.load(name, asked, tokenizer)
-    return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=asked.seed)
+    if dataset_registry.uses_option(name, "lengths") and positions is not None:
+        _check_made(name, max(requested.lengths), max_tokens, positions)
+    loaded = dataset_registry.load(name, requested, tokenizer)
+    return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=requested.seed)
 
 
 def _check_made(name: str, length: int, max_tokens: int | None, positions: int) -> None:
-    """Raise DatasetError for a prompt that, cut or not, is longer than the model takes."""
+    """Raise DatasetError for a prompt that, cut or not, is longer than the model allows."""
     if min(length, max_tokens or length) > positions:
         msg = (
             f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
@@ -163,20 +158,25 @@ def _check_made(name: str, length: int, max_tokens: int | None, positions: int) 
         raise DatasetError(msg)
 
 
-def gathered(prompts: Iterable[Prompt]) -> Prompts:
-    """Prompts as they are, those of one's own with a digest each, by which a trace knows them again.
+def collect(prompts: Iterable[Prompt]) -> Prompts:
+    """Return prompts as `Prompts`; those from no dataset get digests, by which a trace recognises them.
 
-    Raises DatasetError where some of one's own went through the chat template and others did not.
+    Raises DatasetError where only some prompts from no dataset use the chat template.
     """
-    held = prompts if isinstance(prompts, Prompts) else Prompts(tuple(prompts))
-    if held.dataset != OWN:
-        return held
-    digests = {prompt.sample_id: _digest(prompt) for prompt in held}
-    return replace(held, options={**held.options, DIGESTS: digests}, chat_template=_templated(held))
+    collected = prompts if isinstance(prompts, Prompts) else Prompts(tuple(prompts))
+    if collected.dataset != NO_DATASET:
+        return collected
+    digests = {prompt.sample_id: _digest(prompt) for prompt in collected}
+    return replace(
+        collected, options={**collected.options, DIGESTS: digests}, chat_template=_uses_chat_template(collected)
+    )
 
 
-def _templated(prompts: Prompts) -> bool:
-    """Whether they went through the chat template, which a trace says once for all of them."""
+def _uses_chat_template(prompts: Prompts) -> bool:
+    """Return whether all prompts use the chat template, which a trace records once.
+
+    Raises DatasetError where they differ.
+    """
     first = prompts[0]
     other = next((prompt for prompt in prompts if prompt.chat_template != first.chat_template), None)
     if other is not None:
@@ -190,34 +190,34 @@ def _templated(prompts: Prompts) -> bool:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Of everything that a number depends on."""
+    """Return a digest of everything in a prompt that a number depends on."""
     names = [one.name for one in dataclasses.fields(prompt) if one.compare and one.name != "metric"]
     counted = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
     return hashlib.sha256(repr(counted).encode()).hexdigest()[:16]
 
 
 _HALF = "\ufffd"
-"""What a tokenizer shows in place of a character that is not whole yet."""
+"""Replacement character of a tokenizer for an incomplete character."""
 _LONGEST = 4
-"""Tokens that a character is split over at most: UTF-8 has no longer ones."""
+"""Largest number of tokens of one character: the longest in UTF-8 has four bytes."""
 _NUL, _SHOWN_NUL = "\0", "\u2400"
-"""U+0000, which no string of HDF5 holds, and the sign that stands for it."""
+"""U+0000, which no string of HDF5 can contain, and its replacement."""
 
 
 def pieces(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """Every token's part of the text, as the tokenizer decodes it behind the token before.
+    """Return every token's part of the text, as the tokenizer decodes it after the preceding token.
 
-    A character that several tokens make is the last one's; the others add nothing. What never becomes a character, and
-    was cut off in the middle, stays what the tokenizer shows for it.
+    A character of several tokens belongs to the last one; the others add nothing. What never becomes a character stays
+    what the tokenizer shows for it.
     """
-    found: list[str] = []
+    texts: list[str] = []
     begin = done = 0  # the context that a token is decoded behind: a leading space counts only there
     for end in range(1, len(token_ids) + 1):
         whole = decode(list(token_ids[begin:end]))
         if whole.endswith(_HALF) and end < len(token_ids) and end - done < _LONGEST:
-            found.append("")
+            texts.append("")
             continue
         before = decode(list(token_ids[begin:done])) if done > begin else ""
-        found.append(whole[len(before) :].replace(_NUL, _SHOWN_NUL))
+        texts.append(whole[len(before) :].replace(_NUL, _SHOWN_NUL))
         begin, done = done, end
-    return found
+    return texts

@@ -1,8 +1,6 @@
-"""One prompt with its context and its question apart.
+"""Samples: prompts as text, with context and question separate, and a chat template's text around them.
 
-A model's chat template around one prompt, or around the turns of a chat, and where the question begins in the text.
-
-A template is a program of the model's maker: it may refuse a role, or roles that do not take turns, with a reason of
+A template is a program by the model's authors: it may refuse a role, or roles that do not alternate, with a message of
 its own.
 """
 
@@ -15,12 +13,12 @@ from typing import Any
 from perturbkv.errors import DatasetError, ModelError
 
 _MARK = "\ue000prompt\ue000"
-"""A text that stands in no chat template, and shows where a template puts texts."""
+"""A text that occurs in no chat template, and marks where a template puts texts."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat: who speaks (`system`, `user` or `assistant`), and what."""
+    """One turn of a chat: the role of its speaker (`system`, `user` or `assistant`), and its text."""
 
     role: str
     text: str
@@ -28,7 +26,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns of which the last one, a user's, asks what the model shall answer.
+    """Turns of a chat, the last one a user's, which the model shall answer.
 
     Attributes:
         messages: at least one.
@@ -40,83 +38,83 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A prompt's whole text.
+class RenderedPrompt:
+    """The whole text of a prompt.
 
     Attributes:
-        text: what is tokenized.
-        border: characters of it before the question; −1 where context and question cannot be told apart, or one of
-            them is not there.
-        around: the same text without anything of the sample's own.
+        text: the text to tokenize.
+        border: number of characters before the question; −1 where context and question cannot be separated, or one of
+            them is missing.
+        template_text: the same text without any of the sample's own.
     """
 
     text: str
     border: int
-    around: str
+    template_text: str
 
 
-def chat_turn(prompt: str, tokenizer: Any) -> str:
-    """A user's turn and the beginning of the answer to it. Raises ModelError where the template cannot be run."""
+def render_turn(prompt: str, tokenizer: Any) -> str:
+    """Return a user's turn and the beginning of its answer. Raises ModelError where the template cannot be rendered."""
     try:
-        return _rendered([Message("user", prompt)], tokenizer)
+        return _render([Message("user", prompt)], tokenizer)
     except Exception as error:
-        msg = f"the tokenizer's chat template cannot be used: {_said(error)}; --no-chat-template does without"
+        msg = f"the tokenizer's chat template cannot be used: {_error_text(error)}; --no-chat-template does without"
         raise ModelError(msg) from error
 
 
-def around_turn(tokenizer: Any) -> tuple[str, int]:
-    """What stands around a user's turn, and where the turn's text begins in it."""
-    marked = chat_turn(_MARK, tokenizer)
+def turn_frame(tokenizer: Any) -> tuple[str, int]:
+    """Return the template's text around a user's turn, and the offset of the turn's text in it."""
+    marked = render_turn(_MARK, tokenizer)
     return marked, max(marked.find(_MARK), 0)
 
 
 def after_turn(tokenizer: Any) -> str:
-    """What a chat template puts behind a user's turn, up to the answer; empty where the tokenizer has none."""
-    return chat_turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
+    """Return what a chat template puts after a user's turn, up to the answer; empty for a tokenizer without one."""
+    return render_turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
 
 
-def laid_out(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> LaidOut:
-    """The chat's whole text, up to the beginning of its answer; the question is the text of the last message.
+def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> RenderedPrompt:
+    """Return the chat's whole text, up to the beginning of its answer; the question is the text of the last message.
 
-    What the template writes before that text, and everything earlier, is the context. Raises DatasetError, which names
-    file and line, where the template refuses the messages, or changes what comes before a text with the text.
+    Everything before that text is the context. Raises DatasetError, with file and line, where the template refuses the
+    messages, or where the text before the question depends on the question.
     """
     *earlier, last = chat.messages
-    text = _of_chat(chat, chat.messages, tokenizer)
-    before, mark, after = _of_chat(chat, [*earlier, Message(last.role, _MARK)], tokenizer).partition(_MARK)
+    text = _render_chat_messages(chat, chat.messages, tokenizer)
+    before, mark, after = _render_chat_messages(chat, [*earlier, Message(last.role, _MARK)], tokenizer).partition(_MARK)
     if not (mark and text.startswith(before) and text[len(before) :].endswith(after)):
         msg = (
             f"{chat.where}: expected a chat template that leaves the last message's text in its place, got one that "
             "changes what stands around it: where the question begins cannot be told; use another model"
         )
         raise DatasetError(msg)
-    around = _of_chat(chat, [Message(one.role, _MARK) for one in chat.messages], tokenizer)
-    return LaidOut(text + answer_prefix, len(before) if earlier else -1, around)
+    around = _render_chat_messages(chat, [Message(one.role, _MARK) for one in chat.messages], tokenizer)
+    return RenderedPrompt(text + answer_prefix, len(before) if earlier else -1, around)
 
 
-def _of_chat(chat: Chat, messages: Iterable[Message], tokenizer: Any) -> str:
+def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: Any) -> str:
     try:
-        return _rendered(messages, tokenizer)
+        return _render(messages, tokenizer)
     except Exception as error:
         roles = ", ".join(one.role for one in chat.messages)
         msg = (
-            f"{chat.where}: the tokenizer's chat template refuses messages of {roles[:200]}: {_said(error)}; change "
-            "them, or use another model"
+            f"{chat.where}: the tokenizer's chat template refuses messages of {roles[:200]}: {_error_text(error)}; "
+            "change them, or use another model"
         )
         raise DatasetError(msg) from None
 
 
-def _rendered(messages: Iterable[Message], tokenizer: Any) -> str:
+def _render(messages: Iterable[Message], tokenizer: Any) -> str:
     turns = [{"role": one.role, "content": one.text} for one in messages]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 LONGEST_ID = 1000
-"""Characters: an id is a name, which tables, figures and errors show."""
+"""Longest id in characters: an id is a name, shown in tables, figures and errors."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +123,15 @@ class Sample:
 
     Attributes:
         id: unique in its dataset.
-        context: what a context-only scenario would compress: instruction and long text.
-        question: what follows the context.
+        context: instruction and long text, which the context-only scenario compresses.
+        question: text after the context.
         answers: accepted answers, for scoring.
-        answer_prefix: the beginning of the assistant's turn, which the model has to complete.
-        task: LongBench's data set, needle or RULER's task, whose metric grades an answer; empty where none does.
-        classes: what an answer is chosen from, where it is.
-        delimiter: between prompt and answer_prefix, where no chat template stands there.
-        metric: that grades an answer instead of the task's, one of `metrics.CHOICES`; empty where none is chosen.
-        chat: the turns of a chat, which `context` and `question` then hold for people; None for a single turn.
+        answer_prefix: the beginning of the assistant's turn, which the model completes.
+        task: LongBench's dataset, needle or RULER's task, whose metric grades an answer; empty where none does.
+        classes: possible answers, for classification tasks.
+        delimiter: text between prompt and answer_prefix, where no chat template separates them.
+        metric: metric in place of the task's, one of `metrics.CHOICES`; empty where none is chosen.
+        chat: the turns of a chat, which `context` and `question` then show to people; None for a single turn.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -169,7 +167,7 @@ class Sample:
 
 
 def check_id(sample_id: str) -> None:
-    """Raise DatasetError for an id that no trace can hold: what is measured is stored under it; or that is no name."""
+    """Raise DatasetError for an id that is too long for a name, or that no trace can store."""
     check_text("expected an id", sample_id)
     if "\0" in sample_id:
         msg = f"expected an id without NUL characters, which no trace holds, got {sample_id[:40]!r}"
@@ -180,7 +178,7 @@ def check_id(sample_id: str) -> None:
 
 
 def check_text(whose: str, text: str) -> None:
-    """Raise DatasetError, which begins with `whose`, for text that is none: with half of a surrogate pair in it."""
+    """Raise DatasetError, which begins with `whose`, for text with half of a surrogate pair in it."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""LongBench's wording: prompt, generation length and metric of each data set, read from the installed lm-eval.
+"""LongBench's wording: prompt, generation length and metric of each dataset, read from the installed lm-eval.
 
-lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) keeps them in `tasks/longbench/*.yaml`. They are read as
-files: importing that package would take a second and import what nothing here needs.
+lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) has them in `tasks/longbench/*.yaml`. They are read as
+files: importing that package would take a second, with imports that nothing here needs.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from perturbkv.errors import DatasetError
 INSTALL = 'pip install "perturbkv[longbench]"'
 CONTEXT = "{{context}}"
 WITHOUT_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
-"""Few-shot and code sets, whose prompts LongBench's own `pred.py` leaves without a chat template."""
+"""Few-shot and code datasets, whose prompts LongBench's own `pred.py` uses without a chat template."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """How LongBench asks and grades.
+    """Prompt and metric of a LongBench dataset.
 
     Attributes:
         dataset: its LongBench name.
         template: the prompt, in Jinja: `{{context}}` once, and mostly `{{question}}`.
-        generation_length: tokens of an answer at most.
-        function: of lm-eval's `metrics.py`, which grades an answer.
+        generation_length: longest answer in tokens.
+        function: name of the function of lm-eval's `metrics.py` that grades an answer.
         until: texts before which an answer ends.
-        version: of lm-eval.
+        version: version of lm-eval.
     """
 
     dataset: str
@@ -42,21 +42,21 @@ class Wording:
 
     @property
     def metric(self) -> str:
-        """The metric's own name: `qa_f1` of `get_qa_f1_with_score`."""
+        """The metric's own name: `qa_f1` for `get_qa_f1_with_score`."""
         return self.function.removeprefix("get_").removesuffix("_with_score")
 
     @property
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         """Whether a row's own question is a part of the prompt."""
         return "question" in self.template
 
-    def around(self, question: str) -> tuple[str, str]:
-        """What stands before the context and after it; what a question holds is never read as a template."""
+    def surrounding_text(self, question: str) -> tuple[str, str]:
+        """Return the text before the context and after it; the question's text is never interpreted as a template."""
         before, after = self.template.split(CONTEXT)
-        return _rendered(before, question), _rendered(after, question)
+        return _render(before, question), _render(after, question)
 
     def record(self) -> dict[str, Any]:
-        """What was used, for the trace."""
+        """Return the wording for the trace."""
         return {
             "from": f"lm-eval {self.version}",
             "template": self.template,
@@ -68,17 +68,20 @@ class Wording:
 
 
 def read(dataset: str) -> Wording:
-    """One of LongBench's data sets' wording. Raises DatasetError where lm-eval is missing, or is another than ours."""
+    """Return the wording of a LongBench dataset.
+
+    Raises DatasetError where lm-eval is missing or of an unknown version.
+    """
     folder = lm_eval_folder(f"dataset '{dataset}' takes its wording from lm-eval")
     version = importlib.metadata.version("lm_eval")
     try:
-        found = parsed(folder / f"{dataset}.yaml")
+        document = read_yaml(folder / f"{dataset}.yaml")
         made = Wording(
             dataset,
-            str(found["doc_to_text"]),
-            int(found["generation_kwargs"]["max_gen_toks"]),
-            str(found["process_results"]).removeprefix("metrics."),
-            tuple(found["generation_kwargs"]["until"]),
+            str(document["doc_to_text"]),
+            int(document["generation_kwargs"]["max_gen_toks"]),
+            str(document["process_results"]).removeprefix("metrics."),
+            tuple(document["generation_kwargs"]["until"]),
             version,
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -91,16 +94,16 @@ def read(dataset: str) -> Wording:
 
 
 def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:
-    """lm-eval's folder of a benchmark, found without importing it. Raises DatasetError, which begins with `who`."""
-    found = importlib.util.find_spec("lm_eval")
-    if found is None or not found.submodule_search_locations:
+    """Return lm-eval's folder of a benchmark without importing it. Raises DatasetError, which begins with `who`."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
         msg = f"{who}, which is not installed; {install}"
         raise DatasetError(msg)
-    return Path(found.submodule_search_locations[0]) / "tasks" / benchmark
+    return Path(spec.submodule_search_locations[0]) / "tasks" / benchmark
 
 
-def parsed(path: Path) -> Any:
-    """A YAML file of lm-eval's; its `!function` tags stay names."""
+def read_yaml(path: Path) -> Any:
+    """Parse a YAML file of lm-eval; its `!function` tags stay names. Raises ValueError for invalid YAML."""
     import yaml
 
     loader = type("Loader", (yaml.SafeLoader,), {})
@@ -112,8 +115,8 @@ def parsed(path: Path) -> Any:
         raise ValueError(msg) from error
 
 
-def _rendered(template: str, question: str) -> str:
-    """As lm-eval renders: nothing undefined, and a newline at the end stays."""
+def _render(template: str, question: str) -> str:
+    """Render a template as lm-eval does: undefined names are errors, and a trailing newline stays."""
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)

@@ -1,1 +1,1 @@
-"""Where the samples of a run are measured."""
+"""Engines that measure a run's samples: this process, worker processes, and a Ray cluster's actors."""

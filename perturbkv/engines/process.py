@@ -1,4 +1,4 @@
-"""A worker process from inside: orders come through a pipe, answers go back, and its end is this process' end."""
+"""A worker process's main loop: it gets orders through a pipe, sends answers back, and ends when the pipe closes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 
 
 def main(pipe: int) -> None:
-    """Serve the coordinator at the other end of a pipe until it goes away, however it does."""
+    """Serve the coordinator at the other end of a pipe until the pipe closes, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator hears it, and ends its workers itself
     coordinator = Connection(pipe)
-    threading.Thread(target=_leave_with, args=(pipe,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(pipe,), daemon=True).start()
     sys.path[:] = pickle.loads(coordinator.recv_bytes())
     try:
         _serve(coordinator)
@@ -24,10 +24,10 @@ def main(pipe: int) -> None:
 
 
 def _serve(coordinator: Connection) -> None:
-    """Imported late: reading the path comes first."""
-    from perturbkv.engines.worker import Heard, Reply, Worker
+    """Answer the coordinator's orders; the imports come late, as the module path has to be set first."""
+    from perturbkv.engines.worker import LogBuffer, Reply, Worker
 
-    worker = Worker(pickle.loads(coordinator.recv_bytes()), Heard().listen())
+    worker = Worker(pickle.loads(coordinator.recv_bytes()), LogBuffer().listen())
     orders = {"begin": worker.begin, "do": worker.do}
     coordinator.send_bytes(pickle.dumps(Reply()))
     while True:
@@ -35,8 +35,8 @@ def _serve(coordinator: Connection) -> None:
         coordinator.send_bytes(pickle.dumps(orders[order](what), pickle.HIGHEST_PROTOCOL))
 
 
-def _leave_with(pipe: int) -> None:
-    """End this process, whatever it does, once the coordinator's end of the pipe is closed: killed ones say nothing."""
+def _exit_with(pipe: int) -> None:
+    """End this process once the coordinator's end of the pipe is closed, as a killed coordinator sends nothing."""
     closed = select.poll()
     closed.register(pipe, 0)  # of no event but the other end's closing
     while not any(event & (select.POLLHUP | select.POLLERR) for _, event in closed.poll()):

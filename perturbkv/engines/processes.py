@@ -1,6 +1,6 @@
-"""Worker processes of this machine, each a Python of its own that imports nothing of the program that starts it.
+"""Worker processes of this machine: starting them, their devices, and how many fit.
 
-On which devices of this machine workers compute, and how many of them there can be.
+Each is a Python process of its own that imports nothing of the program that starts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from perturbkv import memory
-from perturbkv.configs.resources import EngineConfig, Shape
+from perturbkv.configs.resources import Shape, Workers
 from perturbkv.engines.scheduler import Gone
 from perturbkv.engines.worker import Place, Reply, Task
 from perturbkv.errors import ConfigError
@@ -28,7 +28,7 @@ from perturbkv.pipeline.run.plan import Plan
 _BEGIN = "import sys; from perturbkv.engines.process import main; main(int(sys.argv[1]))"
 _THREADS = "OMP_NUM_THREADS"
 _STDERR = 2
-"""What a library prints is no result."""
+"""A library's output is no result."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class _Process:
 
 
 class Processes:
-    """A crew of processes; each ends with the process that made it.
+    """A crew of processes, each of which ends with the process that started it.
 
     Args:
-        places: where they compute.
+        places: the devices that they use.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -49,7 +49,7 @@ class Processes:
         self._there: dict[int, _Process] = {}
 
     def hire(self, place: int) -> None:
-        """Start a process, in a session of its own: Ctrl-C in a terminal is the coordinator's alone."""
+        """Start a process, in a session of its own, so that Ctrl-C in a terminal reaches the coordinator alone."""
         ours, theirs = Pipe()
         where = self.places[place]
         running = subprocess.Popen(
@@ -66,15 +66,15 @@ class Processes:
         self._send(place, where)
 
     def begin(self, place: int, task: Task) -> None:
-        """As `Crew.begin`."""
+        """Implement `Crew.begin`."""
         self._send(place, ("begin", task))
 
     def do(self, place: int, item: Any) -> None:
-        """As `Crew.do`."""
+        """Implement `Crew.do`."""
         self._send(place, ("do", item))
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
-        """As `Crew.heard`; a process that ends closes its pipe."""
+    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+        """Implement `Crew.poll`; a process that ends closes its pipe."""
         places = {process.pipe: place for place, process in self._there.items()}
         return [(places[pipe], self._answer(places[pipe], pipe)) for pipe in wait(list(places), seconds)]  # type: ignore[index, arg-type]
 
@@ -86,14 +86,14 @@ class Processes:
         process.running.wait()
 
     def close(self) -> None:
-        """Kill all, then wait for all."""
+        """Kill all processes, then wait for all."""
         for process in self._there.values():
             process.running.kill()
         for place in list(self._there):
             self.dismiss(place)
 
     def _send(self, place: int, order: object) -> None:
-        """What cannot be sent any more is heard as the worker's end."""
+        """Send an order; where that fails, `heard` reports the worker's end."""
         with suppress(OSError):
             self._there[place].pipe.send_bytes(pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
@@ -101,11 +101,11 @@ class Processes:
         try:
             found: Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            return self._ended(place)
+            return self._end_reason(place)
         return found
 
-    def _ended(self, place: int) -> Gone:
-        """How a process ended whose pipe is closed; one that goes on without a pipe is killed."""
+    def _end_reason(self, place: int) -> Gone:
+        """Return how a process ended whose pipe is closed; one that still runs is killed."""
         process = self._there[place]
         with suppress(subprocess.TimeoutExpired):
             process.running.wait(1)
@@ -115,11 +115,11 @@ class Processes:
 
 
 _USUAL_THREADS = 4
-"""Of a worker on the CPU, where nobody says how many: more threads than that gain little on one prompt."""
+"""Threads of a worker on the CPU by default: more gain little on one prompt."""
 
 
-def worker_places(chosen: EngineConfig, planned: Plan) -> list[Place]:
-    """One place per worker: the machine's GPUs, or shares of its cores.
+def worker_places(chosen: Workers, planned: Plan) -> list[Place]:
+    """Return the device of each worker: the machine's GPUs, or shares of its cores.
 
     Raises ConfigError where there are fewer GPUs or cores than workers, NoMemoryError where their caches do not fit.
     """
@@ -132,13 +132,16 @@ def worker_places(chosen: EngineConfig, planned: Plan) -> list[Place]:
         raise ConfigError(msg)
     if device.type != "cuda":
         _check_cores(chosen, wanted, count)
-        _check_room(planned, wanted)
+        _check_memory(planned, wanted)
     names = [f"cuda:{place}" for place in range(wanted)] if device.type == "cuda" else [str(device)] * wanted
     return [Place(name, threads(chosen, wanted)) for name in names]
 
 
-def _check_cores(chosen: EngineConfig, workers: int, there: int) -> None:
-    """Raise ConfigError where workers want more cores than there are. OMP_NUM_THREADS, which is not ours, may."""
+def _check_cores(chosen: Workers, workers: int, there: int) -> None:
+    """Raise ConfigError where --cpus-per-worker asks for more cores than exist.
+
+    OMP_NUM_THREADS, which is not ours, may.
+    """
     if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > there:
         msg = (
             f"expected workers that share this machine's {there} cores, got {workers} with --cpus-per-worker "
@@ -147,8 +150,8 @@ def _check_cores(chosen: EngineConfig, workers: int, there: int) -> None:
         raise ConfigError(msg)
 
 
-def check_device(chosen: EngineConfig, planned: Plan) -> None:
-    """Raise ConfigError for a placement that is one worker's alone."""
+def check_device(chosen: Workers, planned: Plan) -> None:
+    """Raise ConfigError for a placement that only a single worker can have."""
     place = planned.placement
     if place.device_map != "none":
         msg = f"--device-map {place.device_map} takes all GPUs for one model, and each worker has its own; leave it out"
@@ -162,31 +165,31 @@ def check_device(chosen: EngineConfig, planned: Plan) -> None:
         raise ConfigError(msg)
 
 
-def threads(chosen: EngineConfig, workers: int | None) -> int:
-    """Of each worker: as asked for, as OMP_NUM_THREADS says, or its share of the cores."""
-    if told := chosen.cpus_per_worker or told_threads():
+def threads(chosen: Workers, workers: int | None) -> int:
+    """Return the threads of each worker: --cpus-per-worker, else OMP_NUM_THREADS, else its share of the cores."""
+    if told := chosen.cpus_per_worker or omp_threads():
         return told
     return _USUAL_THREADS if workers is None else max(1, cores() // workers)
 
 
-def told_threads() -> int:
-    """What OMP_NUM_THREADS says; 0 where it says nothing."""
+def omp_threads() -> int:
+    """Return OMP_NUM_THREADS; 0 where it is not set."""
     told = os.environ.get("OMP_NUM_THREADS", "")
     return int(told) if told.isdigit() else 0
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def needed_bytes(planned: Plan) -> int:
-    """What one worker takes: weights and caches."""
+    """Return the bytes of one worker: weights and caches."""
     placement = planned.placement
     shape = Shape.of(planned.files.config, placement.dtype.itemsize, planned.files.weights_bytes(placement.dtype))
     return shape.weights_bytes + planned.caches_bytes()
 
 
-def _check_room(planned: Plan, workers: int) -> None:
+def _check_memory(planned: Plan, workers: int) -> None:
     what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
     memory.check(workers * needed_bytes(planned), planned.placement.device, what, "fewer --workers take less")

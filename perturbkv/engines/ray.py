@@ -1,8 +1,7 @@
-"""Workers as actors of a Ray cluster: it carries orders to them and answers back, and knows when one has died.
+"""Workers as actors of a Ray cluster: joining or starting the cluster, placing workers on its nodes, and their orders.
 
-On which nodes of a cluster workers compute: where GPUs or cores are free that hold the model and its caches.
-
-Joining a Ray cluster, or starting one on this machine where that was asked for; and what is told where it fails.
+Workers are placed on nodes with free GPUs or cores that hold the model and its caches. Ray carries orders and answers,
+and reports when an actor has died.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from perturbkv import memory as room
-from perturbkv.configs.resources import EngineConfig
+from perturbkv.configs.resources import Workers
 from perturbkv.engines import processes
 from perturbkv.engines.scheduler import Gone
 from perturbkv.engines.worker import Place, Reply, Task
@@ -36,14 +35,14 @@ _SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits
 
 @dataclass(frozen=True)
 class Node:
-    """What a node has free.
+    """A node's free resources.
 
     Attributes:
-        key: the cluster's name of it.
-        name: people's, its address.
+        key: the cluster's id of the node.
+        name: the node's address, for people.
         cpus, gpus: free ones.
-        memory: free bytes, as far as the cluster counts them.
-        gpu_bytes: of its smallest GPU; 0 where that is unknown.
+        memory: free bytes, as the cluster counts them.
+        gpu_bytes: memory of its smallest GPU; 0 where that is unknown.
     """
 
     key: str
@@ -56,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Seat:
-    """One worker's place, on the node `key`, and what it takes there."""
+    """One worker's node `key`, its device, and the resources that it takes."""
 
     place: Place
     key: str
@@ -66,7 +65,7 @@ class Seat:
 
 
 def gpu_bytes() -> int:
-    """Of this machine's smallest GPU; 0 where nobody says."""
+    """Return the memory of this machine's smallest GPU in bytes; 0 where it is unknown."""
     try:
         said = subprocess.run(_SMI, capture_output=True, text=True, check=True, timeout=20).stdout
         return min(int(line) for line in said.split()) * _MIB
@@ -74,15 +73,15 @@ def gpu_bytes() -> int:
         return 0
 
 
-def seats(chosen: EngineConfig, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
-    """A seat for each worker, nodes with most room first; each holds `needed` bytes.
+def seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
+    """Return a seat for each worker, nodes with most free resources first; each holds `needed` bytes.
 
-    Raises ConfigError where fewer are free than asked for, NoMemoryError where the bytes fit nowhere.
+    Raises ConfigError where fewer are free than requested, NoMemoryError where the bytes fit nowhere.
     """
     return _on_gpus(chosen, nodes, needed) if device == "cuda" else _on_cpus(chosen, nodes, needed)
 
 
-def _on_gpus(chosen: EngineConfig, nodes: Sequence[Node], needed: int) -> list[Seat]:
+def _on_gpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     free = [node for node in nodes if node.gpus]
     if not free:
         msg = "expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu"
@@ -96,11 +95,11 @@ def _on_gpus(chosen: EngineConfig, nodes: Sequence[Node], needed: int) -> list[S
         )
         raise NoMemoryError(msg)
     cpus = chosen.cpus_per_worker or 1
-    held = _dealt(fitting, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
+    held = _assign_nodes(fitting, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
     return [Seat(Place("cuda:0", cpus, node.name), node.key, cpus, 1, 0) for node in held]
 
 
-def _on_cpus(chosen: EngineConfig, nodes: Sequence[Node], needed: int) -> list[Seat]:
+def _on_cpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     if all(node.memory < needed for node in nodes):
         most = max((node.memory for node in nodes), default=0)
         msg = (
@@ -113,21 +112,23 @@ def _on_cpus(chosen: EngineConfig, nodes: Sequence[Node], needed: int) -> list[S
         return lambda node: min(node.cpus // cpus, node.memory // needed)
 
     cpus = chosen.cpus_per_worker or _threads(chosen, nodes, held)
-    dealt = _dealt(nodes, held(cpus), chosen.workers, f"free shares of {cpus} cores", cpus)
+    dealt = _assign_nodes(nodes, held(cpus), chosen.workers, f"free shares of {cpus} cores", cpus)
     return [Seat(Place("cpu", cpus, node.name), node.key, cpus, 0, needed) for node in dealt]
 
 
-def _threads(chosen: EngineConfig, nodes: Sequence[Node], held: Callable[[int], Callable[[Node], int]]) -> int:
-    """As many of the usual cores for each worker as leave room for all of them."""
-    usual = min(processes.told_threads() or _USUAL_CPUS, max((node.cpus for node in nodes), default=1))
+def _threads(chosen: Workers, nodes: Sequence[Node], held: Callable[[int], Callable[[Node], int]]) -> int:
+    """Return the largest number of cores per worker, up to the default, that leaves a share for each worker."""
+    usual = min(processes.omp_threads() or _USUAL_CPUS, max((node.cpus for node in nodes), default=1))
     for cpus in range(max(1, usual), 1, -1):
         if sum(map(held(cpus), nodes)) >= (chosen.workers or 1):
             return cpus
     return 1
 
 
-def _dealt(nodes: Sequence[Node], held: Callable[[Node], int], workers: int | None, what: str, cpus: int) -> list[Node]:
-    """A node for each worker, one after the other from the one with most room. Raises ConfigError for too few."""
+def _assign_nodes(
+    nodes: Sequence[Node], held: Callable[[Node], int], workers: int | None, what: str, cpus: int
+) -> list[Node]:
+    """Return a node for each worker, in turn, from the one with most free shares. Raises ConfigError for too few."""
     rooms = {node.key: held(node) for node in nodes}
     most = sum(rooms.values())
     if most < (workers or 1):
@@ -148,25 +149,25 @@ _PAUSE = 0.1
 
 
 class Actor:
-    """A worker as Ray holds it; every answer is one object of bytes, which nobody keeps in the cluster's store."""
+    """A worker as a Ray actor; every answer is one object of bytes, which does not stay in the cluster's store."""
 
     def __init__(self, place: Place, folder: str) -> None:
-        from perturbkv.engines.worker import Heard, Worker
+        from perturbkv.engines.worker import LogBuffer, Worker
 
         with suppress(OSError):  # of a machine that has no such folder
             os.chdir(folder)
-        self._worker = Worker(place, Heard().listen())
+        self._worker = Worker(place, LogBuffer().listen())
 
     def hello(self) -> bytes:
-        """Answer that it is there."""
+        """Answer that the actor is alive."""
         return pickle.dumps(Reply())
 
     def begin(self, task: Task) -> bytes:
-        """As `Worker.begin`."""
+        """Call `Worker.begin`."""
         return pickle.dumps(self._worker.begin(task))
 
     def do(self, item: Any) -> bytes:
-        """As `Worker.do`."""
+        """Call `Worker.do`."""
         return pickle.dumps(self._worker.do(item), pickle.HIGHEST_PROTOCOL)
 
 
@@ -175,7 +176,7 @@ class Actors:
 
     Args:
         ray: the module, connected.
-        seats: where each is.
+        seats: the seat of each actor.
     """
 
     def __init__(self, ray: Any, seats: Sequence[Seat]) -> None:
@@ -185,7 +186,7 @@ class Actors:
         self._asked: dict[Any, int] = {}
 
     def hire(self, place: int) -> None:
-        """Make an actor on the seat's node and nowhere else."""
+        """Start an actor on the seat's node and nowhere else."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         seat = self._seats[place]
@@ -197,15 +198,15 @@ class Actors:
         self._asked[self._there[place].hello.remote()] = place
 
     def begin(self, place: int, task: Task) -> None:
-        """As `Crew.begin`."""
+        """Implement `Crew.begin`."""
         self._asked[self._there[place].begin.remote(task)] = place
 
     def do(self, place: int, item: Any) -> None:
-        """As `Crew.do`."""
+        """Implement `Crew.do`."""
         self._asked[self._there[place].do.remote(item)] = place
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
-        """As `Crew.heard`."""
+    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+        """Implement `Crew.poll`."""
         if not self._asked:
             time.sleep(min(seconds, _PAUSE))
             return []
@@ -213,12 +214,12 @@ class Actors:
         return [(self._asked[one], self._answer(one)) for one in ready]
 
     def dismiss(self, place: int) -> None:
-        """Kill an actor; what it was asked is forgotten."""
+        """Kill an actor and drop its pending order."""
         self._ray.kill(self._there.pop(place))
         self._asked = {one: asked for one, asked in self._asked.items() if asked != place}
 
     def close(self) -> None:
-        """Kill all."""
+        """Kill all actors."""
         for place in list(self._there):
             self.dismiss(place)
 
@@ -228,13 +229,13 @@ class Actors:
             found: Reply = pickle.loads(self._ray.get(one))
         except self._ray.exceptions.RayError as error:
             self.dismiss(place)
-            return Gone(_how(error))
+            return Gone(_end_reason(error))
         del self._asked[one]
         return found
 
 
 def nodes(ray: Any) -> list[Node]:
-    """What is free on every node, GPUs' memory asked there."""
+    """Return the free resources of every node; GPU memory is queried on the node."""
     from ray._private.state import available_resources_per_node
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -251,8 +252,8 @@ def nodes(ray: Any) -> list[Node]:
     return found
 
 
-def _how(error: Exception) -> str:
-    """How an actor ended, in a few words of Ray's many."""
+def _end_reason(error: Exception) -> str:
+    """Return how an actor ended, in a few words of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     detail = next((line for line in reversed(lines) if "Error" in line or "killed" in line), "")
     return f"its actor died: {detail.partition('. Some common')[0][:200]}" if detail else "its actor died"
@@ -261,17 +262,17 @@ def _how(error: Exception) -> str:
 _log = logging.getLogger(__name__)
 _ADDRESS = "RAY_ADDRESS"
 _SECONDS = 5.0
-"""For a head to take a connection, and again to answer: Ray itself would ask a dead one for two minutes."""
+"""Timeout for a head to accept a connection, and again to answer: Ray itself would try a dead one for two minutes."""
 _LONGEST = 300
 """Characters of Ray's own message."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a client of HTTP/2, in which Ray speaks, begins with: the preface, and a frame of no settings."""
+"""The beginning of an HTTP/2 connection, which Ray uses: the preface, and a frame of no settings."""
 _SETTINGS = 4
-"""The kind of frame that a server answers with, in the fourth byte."""
+"""The kind of a server's first frame, in its fourth byte."""
 
 
-def bring_ray() -> Any:
-    """The module `ray`, told to report nothing to anybody. Raises ConfigError where it is not installed."""
+def import_ray() -> Any:
+    """Return the module `ray` with usage reports turned off. Raises ConfigError where it is not installed."""
     if importlib.util.find_spec("ray") is None:
         msg = "--engine ray needs Ray, which is not installed: pip install 'perturbkv[ray]'"
         raise ConfigError(msg)
@@ -281,8 +282,11 @@ def bring_ray() -> Any:
     return ray
 
 
-def ray_address(chosen: EngineConfig) -> str:
-    """Of the cluster to join; empty where one is to be started on this machine. Raises ConfigError for none of both."""
+def ray_address(chosen: Workers) -> str:
+    """Return the address of the cluster to join; empty where one is to be started on this machine.
+
+    Raises ConfigError where neither an address nor a number of workers is given.
+    """
     found = chosen.ray_address or os.environ.get(_ADDRESS, "")
     if not found and chosen.workers is None:
         msg = (
@@ -294,14 +298,14 @@ def ray_address(chosen: EngineConfig) -> str:
 
 
 @contextmanager
-def joined_ray(chosen: EngineConfig, told: bool = True) -> Iterator[Any]:
-    """The module `ray`, connected inside the block, which is `told`; a connection that was there before stays.
+def connect_ray(chosen: Workers, told: bool = True) -> Iterator[Any]:
+    """Yield the module `ray`, connected inside the block; a connection that existed before stays.
 
-    Raises ConfigError where no cluster is reached, or one of another version.
+    `told`: whether the cluster is logged. Raises ConfigError where no cluster is reached, or one of another version.
     """
-    ray = bring_ray()
+    ray = import_ray()
     if ray.is_initialized():
-        _log.info("on the Ray cluster that this program has joined: %s", _described(ray))
+        _log.info("on the Ray cluster that this program has joined: %s", _description(ray))
         yield ray
         return
     where = ray_address(chosen)
@@ -310,14 +314,14 @@ def joined_ray(chosen: EngineConfig, told: bool = True) -> Iterator[Any]:
     _init(ray, where)
     try:
         if told:
-            _log.info("%s the Ray cluster %s", "joined" if where else "started", _described(ray))
+            _log.info("%s the Ray cluster %s", "joined" if where else "started", _description(ray))
         yield ray
     finally:
         ray.shutdown()
 
 
 def _init(ray: Any, where: str) -> None:
-    """Connect; signals go on meaning what they meant. Raises ConfigError."""
+    """Connect to Ray and restore the signal handlers. Raises ConfigError."""
     logging.getLogger(ray.__name__).setLevel(logging.ERROR)  # what ends is told of by us, in one line
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
@@ -336,7 +340,7 @@ def _init(ray: Any, where: str) -> None:
 
 
 def check_answers(where: str) -> None:
-    """Raise ConfigError for an address that is none, or at which nobody speaks as Ray does."""
+    """Raise ConfigError for an invalid address, or one at which no server speaks Ray's protocol."""
     host, colon, port = where.rpartition(":")
     if "://" in where or not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
         msg = f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{where}'"
@@ -353,8 +357,8 @@ def check_answers(where: str) -> None:
         raise ConfigError(msg)
 
 
-def _described(ray: Any) -> str:
-    """Where it is and what it has."""
+def _description(ray: Any) -> str:
+    """Return the cluster's address and resources in words."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cpus, gpus = (round(sum(one.get(kind, 0) for one in alive)) for kind in ("CPU", "GPU"))
     where = ray.get_runtime_context().gcs_address

@@ -1,9 +1,4 @@
-"""Hands the items of a run to workers one by one, and survives what ends a worker.
-
-What a scheduler asks of workers, whatever carries orders to them and answers back.
-
-Which items of a run wait for a worker: each gets two attempts and no more.
-"""
+"""Scheduling a run's items on workers, one by one: an item whose worker ends gets a second attempt and no more."""
 
 from __future__ import annotations
 
@@ -31,10 +26,10 @@ class Work:
 
     Attributes:
         task: what is done with each.
-        sizes: of every item, in any unit.
-        item: makes what is sent, when it is sent.
+        sizes: size of every item, in any unit.
+        item: makes the object that is sent, when it is sent.
         done: gets an item's result.
-        failed: gets an item that was given up, and why.
+        failed: gets an item that was given up, and the reason.
     """
 
     task: Task
@@ -45,29 +40,29 @@ class Work:
 
 
 class Crew(Protocol):
-    """Workers at numbered places, none of them there until it is hired.
+    """A pool of workers by index, none of which runs until it is hired.
 
     Every order is answered by one `Reply`, the first by `hire`'s own; a worker that ends answers with `Gone`.
     """
 
     @property
     def places(self) -> Sequence[Place]:
-        """Where the workers compute."""
+        """The devices of the workers."""
 
     def hire(self, place: int) -> None:
-        """Start the worker of a place, where none is."""
+        """Start the worker of this index, where none runs."""
 
     def begin(self, place: int, task: Task) -> None:
-        """Have a worker prepare a task."""
+        """Order a worker to prepare a task."""
 
     def do(self, place: int, item: Any) -> None:
-        """Have a worker do an item of its task."""
+        """Order a worker to do an item of its task."""
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
-        """Wait at most so long for the next answers; each worker that ended is told of once."""
+    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+        """Wait at most `seconds` for the next answers and return them; each worker's end is reported once."""
 
     def dismiss(self, place: int) -> None:
-        """End the worker of a place, at once, whatever it does; nothing of it is heard any more."""
+        """End a worker at once, whatever it does; its pending answer is dropped."""
 
     def close(self) -> None:
         """End all workers, within seconds."""
@@ -77,10 +72,10 @@ MOST = 2
 
 
 class Waiting:
-    """The items that wait, those of the largest size first; one whose worker ended comes once more, last.
+    """A queue of items, the largest first; one whose worker ended is queued once more, last.
 
     Args:
-        sizes: of the items, by their places; what takes longest begins first, so that nobody waits for it last.
+        sizes: size of each item; the longest begin first, so that none is waited for at the end.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -91,11 +86,14 @@ class Waiting:
         return len(self._waiting)
 
     def take(self) -> int:
-        """The next item's place."""
+        """Return the next item's index."""
         return self._waiting.popleft()
 
     def ended(self, item: int, how: str) -> str | None:
-        """An attempt ended its worker: None where another one follows, else why the item is given up."""
+        """Note that an attempt ended its worker.
+
+        Return None where another attempt follows, else why the item is given up.
+        """
         ends = self._ends.setdefault(item, [])
         ends.append(how)
         if len(ends) < MOST:
@@ -106,42 +104,42 @@ class Waiting:
         return f"its worker ended twice ({told})"
 
     def done(self, item: int) -> None:
-        """The item needs no attempt any more."""
+        """Note that the item needs no further attempt."""
         self._ends.pop(item, None)
 
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT = 1.0
-"""Seconds without a look at whether a worker hangs."""
+"""Seconds between checks for hanging workers."""
 _MOST_STARTS = 2
-"""Of a worker that ends before it could do anything."""
+"""Starts of a worker that ends before it could do anything."""
 _MOST_ENDS = 10
-"""Workers that may end one after the other without an item done between."""
+"""Workers that may end one after the other without an item done in between."""
 _REMEMBERED = 1000
-"""Log lines that are not said again."""
+"""Number of log lines that are remembered, so that they are not repeated."""
 
 
 @dataclass
 class _Seat:
-    """A worker's place: who sits there, and what was asked of them.
+    """A worker's state and its pending order.
 
     Attributes:
-        there: whether a worker does.
-        asked: what its next answer is about: `start`, `begin`, an item's place, or None where nothing was asked.
-        since: when that was asked, on the monotonic clock.
-        task: what it is prepared for.
-        in_vain: how often in a row it ended before it was ready.
+        there: whether the worker runs.
+        asked: the pending order: `start`, `begin`, or an item's index; None where there is none.
+        since: when the order was sent, on the monotonic clock.
+        task: the task that the worker has prepared.
+        failed_starts: how often in a row it ended before it was ready.
     """
 
     there: bool = False
     asked: str | int | None = None
     since: float = 0.0
     task: Task | None = None
-    in_vain: int = 0
+    failed_starts: int = 0
 
 
 class Scheduler:
-    """Keeps workers busy.
+    """Scheduler of a pool of workers.
 
     Args:
         crew: the workers, none of them hired yet; they stay from one run to the next.
@@ -155,20 +153,20 @@ class Scheduler:
         self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._seats))
 
     def alive(self) -> str:
-        """For a progress bar: `7 of 8 workers`."""
+        """Return the workers for a progress bar: `7 of 8 workers`."""
         there = sum(seat.there and seat.asked != "start" for seat in self._seats)
         return f"{there} of {len(self._seats)} workers"
 
     @property
     def size(self) -> int:
-        """Workers at most."""
+        """The largest number of workers."""
         return len(self._seats)
 
     def run(self, work: Work, timeout: float | None = None) -> None:
         """Do every item: `done` or `failed` gets each, as it is ready.
 
-        An item whose worker ends is done again, once, and given up when that worker ends too. One that takes longer
-        than `timeout` seconds is ended; None: never.
+        An item whose worker ends is done again, once, and given up when that worker ends too. A worker that takes
+        longer than `timeout` seconds for an item is ended; None: never.
 
         Raises what a worker raises, its message beginning with the worker's name; WorkerError where no worker is left.
         """
@@ -177,21 +175,21 @@ class Scheduler:
             self._hand_out(work, waiting)
             if not waiting and not any(isinstance(seat.asked, int) for seat in self._seats):
                 return
-            for place, answer in self._crew.heard(self._patience()):
+            for place, answer in self._crew.poll(self._patience()):
                 if isinstance(answer, Gone):
-                    self._gone(work, waiting, place, answer.how)
+                    self._handle_end(work, waiting, place, answer.how)
                 else:
-                    self._answered(work, waiting, place, answer)
+                    self._handle_reply(work, waiting, place, answer)
             self._end_hanging(work, waiting)
 
     def _hand_out(self, work: Work, waiting: Waiting) -> None:
-        """Something to do for every worker that has nothing, as long as items wait."""
+        """Send an item to every idle worker, as long as items wait."""
         for place, seat in enumerate(self._seats):
             if waiting and seat.asked is None and seat.there:
                 self._next(work, waiting, place, seat)
         coming = sum(isinstance(seat.asked, str) for seat in self._seats)
         for place, seat in enumerate(self._seats):
-            if coming < len(waiting) and not seat.there and seat.in_vain < _MOST_STARTS:
+            if coming < len(waiting) and not seat.there and seat.failed_starts < _MOST_STARTS:
                 self._crew.hire(place)
                 seat.there, seat.task, seat.asked = True, None, "start"
                 coming += 1
@@ -205,34 +203,34 @@ class Scheduler:
             self._crew.do(place, work.item(seat.asked))
 
     def _patience(self) -> float:
-        """Seconds until a worker may count as hanging."""
+        """Return the seconds until a worker may count as hanging."""
         if self._timeout is None:
             return _LONGEST_WAIT
         left = [seat.since + self._timeout for seat in self._seats if isinstance(seat.asked, int)]
         return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
 
-    def _answered(self, work: Work, waiting: Waiting, place: int, answer: Reply) -> None:
+    def _handle_reply(self, work: Work, waiting: Waiting, place: int, answer: Reply) -> None:
         seat = self._seats[place]
         asked, seat.asked = seat.asked, None
         for line in answer.said:
             self._say(line)
-        if error := answer.raised(self._name(place)):
+        if error := answer.exception(self._name(place)):
             raise error
         if asked == "begin":
-            seat.in_vain = 0
+            seat.failed_starts = 0
         if isinstance(asked, int):
             self._ends = 0
             waiting.done(asked)
             self._hand_out(work, waiting)  # first, so that nobody idles while this answer is written to the disk
             work.done(asked, answer.value)
 
-    def _gone(self, work: Work, waiting: Waiting, place: int, how: str) -> None:
-        """A worker ended, doing an item or not."""
+    def _handle_end(self, work: Work, waiting: Waiting, place: int, how: str) -> None:
+        """Handle the end of a worker, whether it was doing an item or not."""
         seat = self._seats[place]
         asked, seat.asked, seat.there = seat.asked, None, False
         self._ends += 1
         if not isinstance(asked, int):
-            seat.in_vain += 1
+            seat.failed_starts += 1
             self._check_some_left(how)
         elif reason := waiting.ended(asked, how):
             work.failed(asked, reason)
@@ -245,7 +243,7 @@ class Scheduler:
             raise WorkerError(msg)
 
     def _check_some_left(self, how: str) -> None:
-        if all(not seat.there and seat.in_vain >= _MOST_STARTS for seat in self._seats):
+        if all(not seat.there and seat.failed_starts >= _MOST_STARTS for seat in self._seats):
             msg = f"every worker ended before it could measure, the last by {how}; fewer --workers need less memory"
             raise WorkerError(msg)
 
@@ -255,10 +253,10 @@ class Scheduler:
         for place, seat in enumerate(self._seats):
             if isinstance(seat.asked, int) and time.monotonic() - seat.since >= self._timeout:
                 self._crew.dismiss(place)
-                self._gone(work, waiting, place, f"over {self._timeout:g} seconds")
+                self._handle_end(work, waiting, place, f"over {self._timeout:g} seconds")
 
     def _say(self, line: Said) -> None:
-        """Log a worker's line, once however many workers say it."""
+        """Log a worker's line, once however many workers send it."""
         if line not in self._said:
             if len(self._said) >= _REMEMBERED:
                 self._said.clear()

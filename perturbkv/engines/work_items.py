@@ -1,10 +1,7 @@
-"""A run's traces made by workers: a sample, or some of its configurations, is one item.
+"""The work that workers do: measuring a sample, or some of its configurations, and answering a prompt.
 
-Policies and scores of others in a worker: those of files load by their names, registered ones with their module.
-
-A prompt as it travels to a worker: its ids as the bytes of an array, which are many times smaller than a tuple.
-
-A run's answers given by workers: a prompt is one item.
+Policies and scores from files are loaded by name in the worker, registered ones by importing their module. A prompt
+travels with its ids as an array's bytes, many times smaller than a tuple.
 """
 
 from __future__ import annotations
@@ -25,32 +22,37 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.engines.scheduler import Work
 from perturbkv.engines.worker import Do, Models, ModelSpec
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.pipeline.answers.answered import Answered, Asked, answered
+from perturbkv.pipeline.answers.answered import Answered, answered
+from perturbkv.pipeline.answers.generation import AnswerOptions
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Finished, Missing
 from perturbkv.pipeline.sample.one_sample import trace
 from perturbkv.scoring.score_registry import SCORES
 from perturbkv.selection.policies import registry
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
 
 _PROGRAM = "__main__"
 
 
 def registered_modules(run: RunConfig) -> tuple[str, ...]:
-    """The modules that register a run's plug-ins. Raises ConfigError for one that no other process can import."""
+    """Return the modules that register a run's plug-ins.
+
+    Raises ConfigError for one that no other process can import.
+    """
     found = {name: _module(name) for name in run.plugins if not of_file(name)}
     for name, module in found.items():
         if module == _PROGRAM:
             msg = (
                 f"'{name}' is defined in the program itself, which worker processes do not run; put it into a file of "
-                f"its own and write my_file.py:{_class(name).__name__}, or measure with engine='here'"
+                f"its own and write my_file.py:{_class(name).__name__}, or measure without workers"
             )
             raise ConfigError(msg)
     return tuple(dict.fromkeys(found.values()))
 
 
-def bring_registered(names: tuple[str, ...], run: RunConfig) -> None:
-    """Import what registers a run's plug-ins. Raises PluginError where one is missing here, or is another version."""
+def import_registered(names: tuple[str, ...], run: RunConfig) -> None:
+    """Import the modules that register a run's plug-ins. Raises PluginError for a missing one or another version."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -71,7 +73,7 @@ def _module(name: str) -> str:
 
 
 def _class(name: str) -> type:
-    """The class that was registered: of a policy that is a score, the score."""
+    """Return the class that was registered; for a policy that is a score, the score."""
     if name in SCORES.names():
         return SCORES.info(name)
     return registry.info(name)
@@ -89,19 +91,19 @@ class Packed:
 
     @classmethod
     def of(cls, prompt: Prompt) -> Packed:
-        """From the prompt."""
+        """Return a prompt packed."""
         names = (field.name for field in dataclasses.fields(prompt) if field.name != _IDS)
         ids = np.asarray(prompt.token_ids, dtype=np.int32).tobytes()
         return cls(ids, {name: getattr(prompt, name) for name in names})
 
     def prompt(self) -> Prompt:
-        """The prompt that it was made of."""
+        """Return the prompt unpacked."""
         return Prompt(**{_IDS: tuple(np.frombuffer(self.ids, dtype=np.int32).tolist()), **self.others})
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some configurations of a sample, by their places in the run."""
+    """Some configurations of a sample, by their indices in the run."""
 
     prompt: Packed
     configs: Sequence[int]
@@ -109,13 +111,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Trace samples; what the run says of its data stays behind, as no number depends on it.
+    """The task of tracing samples; the run's data-set options stay behind, as no number depends on them.
 
     Attributes:
-        model: what is measured.
-        run: how.
-        resources: what each worker may take.
-        modules: that hold the run's policies and scores of others.
+        model: the model.
+        run: the run's configuration.
+        resources: what each worker may use.
+        modules: modules that register the run's plug-in policies and scores.
     """
 
     model: ModelSpec
@@ -124,25 +126,25 @@ class Measuring:
     modules: tuple[str, ...]
 
     def prepare(self, models: Models) -> Do:
-        """Load the model; one item is a `Part`."""
-        bring_registered(self.modules, self.run)
-        adapter = models.get(self.model)
+        """Load the model and return the function that measures a `Part`."""
+        import_registered(self.modules, self.run)
+        adapter, run = models.get(self.model), ResolvedRun.of(self.run)
 
         def measured(part: Part) -> SampleTrace | FailedSample:
             prompt, found = part.prompt.prompt(), list[SampleTrace | FailedSample]()
-            configs = tuple(self.run.configs[place] for place in part.configs)
-            trace(adapter, [prompt], self.run, self.resources, found.append, {prompt.sample_id: configs})
+            configs = tuple(run.configs[place] for place in part.configs)
+            trace(adapter, [prompt], run, self.resources, found.append, {prompt.sample_id: configs})
             return found[0]
 
         return measured
 
 
 def measuring(planned: Plan, model: ModelSpec, missing: Missing, finished: Finished, shares: int) -> Work:
-    """The work of what a run lacks, every sample's configurations in at most so many shares."""
+    """Return the work of what a run lacks, each sample's configurations split into at most `shares` items."""
     run = replace(planned.run, dataset_options={})
     place = {config: index for index, config in enumerate(run.configs)}
     prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
-    todo = [(prompt, share) for prompt in prompts for share in shared(missing[prompt.sample_id], shares)]
+    todo = [(prompt, share) for prompt in prompts for share in split_configs(missing[prompt.sample_id], shares)]
 
     def item(index: int) -> Part:
         prompt, configs = todo[index]
@@ -159,13 +161,13 @@ def measuring(planned: Plan, model: ModelSpec, missing: Missing, finished: Finis
     return Work(task, [_size(prompt, share) for prompt, share in todo], item, done, failed)
 
 
-def shared(configs: Sequence[EvictionConfig], shares: int) -> list[tuple[EvictionConfig, ...]]:
-    """The configurations in at most so many shares of about one size."""
+def split_configs(configs: Sequence[EvictionConfig], shares: int) -> list[tuple[EvictionConfig, ...]]:
+    """Return the configurations split into at most `shares` tuples of about one size."""
     return [tuple(configs[first::shares]) for first in range(min(shares, len(configs)))]
 
 
 def _size(prompt: Prompt, configs: Sequence[EvictionConfig]) -> int:
-    """What grows with how long a prompt takes."""
+    """Return a number that grows with a prompt's computing time."""
     return len(prompt.token_ids) * (1 + len(configs))
 
 
@@ -175,32 +177,32 @@ Failed = Callable[[Prompt, str], None]
 
 @dataclass(frozen=True)
 class Answering:
-    """Answer prompts; the attributes are those of `Measuring`."""
+    """The task of answering prompts; the attributes are those of `Measuring`."""
 
     model: ModelSpec
     run: RunConfig
-    asked: Asked
+    options: AnswerOptions
     resources: Resources
     modules: tuple[str, ...]
 
     def prepare(self, models: Models) -> Do:
-        """Load the model; one item is a `Packed` prompt."""
-        bring_registered(self.modules, self.run)
-        adapter = models.get(self.model)
+        """Load the model and return the function that answers a `Packed` prompt."""
+        import_registered(self.modules, self.run)
+        adapter, run = models.get(self.model), ResolvedRun.of(self.run)
 
         def answer(packed: Packed) -> Answered:
-            return answered(adapter, packed.prompt(), self.run, self.asked, self.resources)
+            return answered(adapter, packed.prompt(), run, self.options, self.resources)
 
         return answer
 
 
 def answering(
-    planned: Plan, model: ModelSpec, asked: Asked, prompts: Sequence[Prompt], done: Done, failed: Failed
+    planned: Plan, model: ModelSpec, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
 ) -> Work:
-    """The work of answering some of a run's prompts."""
+    """Return the work of answering some of a run's prompts."""
     run = replace(planned.run, dataset_options={})
     return Work(
-        Answering(model, run, asked, planned.resources, registered_modules(planned.run)),
+        Answering(model, run, options, planned.resources, registered_modules(planned.run)),
         [len(prompt.token_ids) for prompt in prompts],
         lambda index: Packed.of(prompts[index]),
         lambda index, made: done(prompts[index], made),

@@ -1,7 +1,4 @@
-"""What happens inside a worker, however it is spoken to: begin a task, do an item, answer with one object.
-
-What a worker is sent: work that is prepared once, and then done on one item after the other.
-"""
+"""A worker, whatever carries its orders: it prepares a task once, does its items and answers each order."""
 
 from __future__ import annotations
 
@@ -15,26 +12,26 @@ import torch
 
 from perturbkv.errors import ModelError, PerturbkvError
 from perturbkv.models.adapter import Adapter, Opened
-from perturbkv.models.loading import check_room, load_weights, open_model
+from perturbkv.models.loading import check_memory, load_weights, open_model
 from perturbkv.pipeline.run.plan import Plan
 
 Do = Callable[[Any], Any]
 
 
 class Task(Protocol):
-    """Work of one run; it travels to every worker, so that it holds settings and no prompts."""
+    """The work of one run, sent to every worker, so that it holds settings and no prompts."""
 
     def prepare(self, models: Models) -> Do:
-        """What does one item; the model comes from `models`, which a worker keeps over several tasks."""
+        """Return the function that does one item; `models` keeps the model over several tasks."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model of a task as any process opens it.
+    """A task's model, as any process can open it.
 
     Attributes:
         opened: its name, seed and commit.
-        revision: what its weights are known by.
+        revision: identifies its weights.
         dtype: such as float32.
         beside: bytes that its caches take beside the weights.
     """
@@ -46,37 +43,40 @@ class ModelSpec:
 
     @classmethod
     def of(cls, planned: Plan, beside: int) -> ModelSpec:
-        """The model of a plan. Raises ModelError for one that no other process can open."""
+        """Return the model of a plan. Raises ModelError for one that no other process can open."""
         files = planned.files
         if files.opened is None:
             msg = (
                 f"expected a model that worker processes can open by its name, got '{files.name}', which was given "
-                "loaded; name it, as in pk.load_model('folder'), or measure with engine='here'"
+                "loaded; name it, as in pk.load_model('folder'), or measure without workers"
             )
             raise ModelError(msg)
         return cls(files.opened, files.revision, str(planned.placement.dtype).removeprefix("torch."), beside)
 
     def load(self, device: torch.device) -> Adapter:
-        """The model with its weights. Raises what `open_model` and `load_weights` do, ModelError for another model."""
+        """Return the model with its weights.
+
+        Raises as `open_model` and `load_weights`; ModelError for other weights.
+        """
         files = open_model(self.opened.name, self.opened.seed, self.opened.revision)
         if files.revision != self.revision:
             msg = f"expected model '{files.name}' of {self.revision} on every machine, got {files.revision} on this one"
             raise ModelError(msg)
         dtype = getattr(torch, self.dtype)
-        check_room(files, dtype, device, self.beside)
+        check_memory(files, dtype, device, self.beside)
         return load_weights(files, dtype, device, self.opened.seed)
 
 
 @dataclass
 class Models:
-    """The model that a worker holds, loaded on its device when a task first asks for it."""
+    """A worker's model, loaded on its device when a task first needs it."""
 
     device: torch.device
     _spec: ModelSpec | None = None
     _held: Adapter | None = None
 
     def get(self, spec: ModelSpec) -> Adapter:
-        """The model; the one before is let go first, where it is another."""
+        """Return the model; another one is freed first."""
         if self._held is None or spec != self._spec:
             self._held = None
             self._held, self._spec = spec.load(self.device), spec
@@ -90,12 +90,12 @@ _OURS = "perturbkv"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker computes.
+    """A worker's device.
 
     Attributes:
         device: such as cuda:0.
-        threads: of its sums on the CPU.
-        node: the machine of a cluster; empty on this one.
+        threads: threads of computations on the CPU.
+        node: the machine in a cluster; empty on this one.
     """
 
     device: str
@@ -105,12 +105,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of an order.
+    """The answer to an order.
 
     Attributes:
-        value: of an item that was done.
-        error: what ended it, without its traceback; `trouble` is the traceback of one that nobody foresaw.
-        said: what was logged meanwhile.
+        value: result of an item.
+        error: a PerturbkvError without its traceback.
+        trouble: the traceback of any other exception.
+        said: lines that were logged meanwhile.
     """
 
     value: Any = None
@@ -118,8 +119,8 @@ class Reply:
     trouble: str = ""
     said: tuple[Said, ...] = ()
 
-    def raised(self, who: str) -> BaseException | None:
-        """The error as it was raised, its message beginning with the worker; None where there was none."""
+    def exception(self, who: str) -> BaseException | None:
+        """Return the exception, its message beginning with the worker's name; None where there was none."""
         if self.trouble:
             return RuntimeError(f"{who}: {self.trouble}")
         if self.error is None:
@@ -132,14 +133,14 @@ class Reply:
 
 
 class Worker:
-    """Does what a coordinator orders; what goes wrong is an answer, too.
+    """Execution of a coordinator's orders; exceptions become answers.
 
     Args:
-        place: where it computes.
-        heard: what is logged in its process.
+        place: the worker's device.
+        heard: the handler of its process's log.
     """
 
-    def __init__(self, place: Place, heard: Heard) -> None:
+    def __init__(self, place: Place, heard: LogBuffer) -> None:
         torch.set_num_threads(place.threads)
         device = torch.device(place.device)
         if device.type == "cuda":
@@ -148,37 +149,37 @@ class Worker:
         self._do: Do | None = None
 
     def begin(self, task: Task) -> Reply:
-        """Prepare a task: load its model where another one, or none, is there."""
+        """Prepare a task: load its model unless it is already loaded."""
 
         def prepare() -> None:
             self._do = task.prepare(self._models)
 
-        return self._answered(prepare)
+        return self._reply(prepare)
 
     def do(self, item: Any) -> Reply:
-        """Do one item of the task that was begun."""
+        """Do one item of the prepared task."""
         assert self._do is not None
         do = self._do
-        return self._answered(lambda: do(item))
+        return self._reply(lambda: do(item))
 
-    def _answered(self, order: Callable[[], Any]) -> Reply:
+    def _reply(self, order: Callable[[], Any]) -> Reply:
         try:
-            return Reply(order(), said=self._heard.taken())
+            return Reply(order(), said=self._heard.drain())
         except PerturbkvError as error:
-            return Reply(error=(type(error), error.args, dict(vars(error))), said=self._heard.taken())
+            return Reply(error=(type(error), error.args, dict(vars(error))), said=self._heard.drain())
         except Exception:
-            return Reply(trouble=traceback.format_exc(), said=self._heard.taken())
+            return Reply(trouble=traceback.format_exc(), said=self._heard.drain())
 
 
-class Heard(logging.Handler):
-    """Keeps what is logged until the next answer takes it along."""
+class LogBuffer(logging.Handler):
+    """A log handler that keeps lines until the next answer sends them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[Said] = []
 
-    def listen(self) -> Heard:
-        """Hear everything that is logged, and warned of, in this process from now on."""
+    def listen(self) -> LogBuffer:
+        """Capture everything that is logged or warned in this process from now on."""
         logging.getLogger().addHandler(self)
         logging.getLogger(_OURS).setLevel(logging.INFO)
         logging.captureWarnings(True)
@@ -188,7 +189,7 @@ class Heard(logging.Handler):
         """Keep a line."""
         self._lines.append((record.name, record.levelno, record.getMessage()))
 
-    def taken(self) -> tuple[Said, ...]:
-        """The lines since it was last asked."""
+    def drain(self) -> tuple[Said, ...]:
+        """Return the lines since the last call."""
         lines, self._lines = tuple(self._lines), []
         return lines

@@ -1,1 +1,1 @@
-"""Models: where their files are, how they are read, and one adapter per layout."""
+"""Models: finding their files, reading and checking them, and one adapter per layout."""

@@ -1,6 +1,6 @@
-"""What the toolkit knows of a model: its shapes, and where its attention and its measured layers are.
+"""A model's shapes, modules and measured layers, as the measurements need them.
 
-`loading` brings models in; `families` says which ones an eviction study reads correctly.
+`loading` loads models; `families` lists those that an eviction study reads correctly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from perturbkv.models.stored_weights import Stored
 
 @dataclass(frozen=True)
 class Opened:
-    """What `models.loading.open_model` takes to open the same model; a hub's `revision` is the commit."""
+    """Arguments of `models.loading.open_model` that open the same model; a hub's `revision` is the commit."""
 
     name: str
     seed: int
@@ -40,10 +40,11 @@ class Adapter:
     Attributes:
         model: the causal language model, in eval mode.
         tokenizer: its tokenizer.
-        name: as the user named it; `revision` pins the weights.
-        random_weights: True where the weights were drawn at random.
-        stored: how its weights are stored.
-        opened: how another process opens it; None where it was given, not opened.
+        name: the name that the user gave.
+        revision: version of the weights.
+        random_weights: whether the weights are random.
+        stored: storage of its weights.
+        opened: how another process opens it; None for a user's model.
     """
 
     model: Any
@@ -65,12 +66,12 @@ class Adapter:
 
     @property
     def weights(self) -> str:
-        """The type in which weights are stored → the type that the model computes with."""
+        """Storage type of the weights → dtype that the model computes in."""
         return self.stored.as_run(str(self.dtype).removeprefix("torch."))
 
     @property
     def family(self) -> Family:
-        """Its family, and what is special about it."""
+        """The model's family and its particularities."""
         return FAMILIES[self.config.model_type]
 
     @property
@@ -80,13 +81,13 @@ class Adapter:
 
     @cached_property
     def every_layer(self) -> Sequence[Any]:
-        """The decoder layers, those that are not measured among them."""
+        """All decoder layers, including those that are not measured."""
         return list(self.model.model.layers)
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
-        """Of each measured layer, which of all it is; a layer's place among them is what a trace's axis counts."""
-        return layer_types.measured(self.config)
+        """Index in the model of each measured layer; a trace's `layer` axis counts measured layers."""
+        return layer_types.measured_layers(self.config)
 
     @property
     def is_mixed(self) -> bool:
@@ -95,7 +96,7 @@ class Adapter:
 
     @cached_property
     def layers(self) -> Sequence[Any]:
-        """The measured layers: those whose attention sees the whole prompt, or all of a model of one kind."""
+        """The measured layers: those whose attention sees the whole prompt, or all where there is one kind."""
         return [self.every_layer[index] for index in self.layer_indices]
 
     @cached_property
@@ -110,28 +111,31 @@ class Adapter:
 
     @property
     def rotary(self) -> Any:
-        """The module that gives cosines and sines for positions; of a kind of layers, where it takes a `layer_type`."""
+        """The module that gives cosines and sines for positions.
+
+        Where it takes a `layer_type`, for that kind of layer.
+        """
         return self.model.model.rotary_emb
 
     @cached_property
     def rotary_kind(self) -> tuple[str, ...]:
-        """What the rotary module is asked for beside positions: the kind of the measured layers, where they differ."""
+        """Arguments of the rotary module besides positions: the kind of the measured layers, where it takes one."""
         by_kind = "layer_type" in signature(type(self.rotary).forward).parameters
         return (self.config.layer_types[self.layer_indices[0]],) if by_kind else ()
 
     @property
     def frequencies(self) -> Float[Tensor, " frequency"]:
-        """Of the measured layers' rotations, in radians per position."""
+        """Rotary frequencies of the measured layers, in radians per position."""
         return cast("Tensor", getattr(self.rotary, "_".join([*self.rotary_kind, "inv_freq"])))
 
     @property
     def heads(self) -> int:
-        """H, query heads."""
+        """H, number of query heads."""
         return int(self.config.num_attention_heads)
 
     @property
     def kv_heads(self) -> int:
-        """H_kv, key/value heads."""
+        """H_kv, number of key/value heads."""
         return int(self.config.num_key_value_heads)
 
     @property
@@ -146,52 +150,52 @@ class Adapter:
 
     @cached_property
     def shape(self) -> Shape:
-        """What the model's memory depends on."""
+        """The sizes that the model's memory depends on."""
         floats = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
         return Shape.of(self.config, self.dtype.itemsize, self.stored.nbytes or floats)
 
     @property
     def positions(self) -> int:
-        """Longest sequence the model was made for."""
+        """Longest supported sequence, in tokens."""
         return int(self.config.max_position_embeddings)
 
     @property
     def device(self) -> torch.device:
-        """Where the first layer lives."""
+        """Device of the first weights."""
         return cast("torch.device", next(self.model.parameters()).device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return cast("torch.dtype", next(self.model.parameters()).dtype)
 
     def layer_of(self, attention: nn.Module) -> int:
-        """The place among the measured layers of the one that an attention module belongs to."""
+        """Return the index among the measured layers of the one that an attention module belongs to."""
         return next(index for index, module in enumerate(self.attentions) if module is attention)
 
     def held(self, cache: Any, layer: int) -> Any:
-        """What a cache of all layers holds of a measured one."""
+        """Return a measured layer's part of a cache of all layers."""
         return cache.layers[self.layer_indices[layer]]
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """`o_proj.weight` of a layer as numbers: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
+        """Return `o_proj.weight` of a layer as numbers: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
         return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
-        """Logits that are in every softmax of a layer's heads, of entries without a value; None in most families."""
-        found = self.attentions[layer].sinks if self.family.sinks else None
-        return None if found is None else cast("Tensor", found.detach())
+        """Return the sink logits of a layer's heads, entries without a value in every softmax.
+
+        None in most families.
+        """
+        logits = self.attentions[layer].sinks if self.family.sinks else None
+        return None if logits is None else cast("Tensor", logits.detach())
 
     def scale(self, layer: int) -> float:
-        """Factor on the logits before the softmax."""
+        """Return the factor on the logits before the softmax."""
         return float(self.attentions[layer].scaling)
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError where a layer projects its heads by something else than a matrix W_O.
-
-    And where it has a sink in its softmax that its family is not known for.
-    """
+    """Raise ModelError where an output projection is no matrix, or a layer has a sink unknown of its family."""
     for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
         if hasattr(attention, "sinks") and not model.family.sinks:
             msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
@@ -207,7 +211,7 @@ def check_projections(model: Adapter) -> None:
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:
-    """Raise ModelError where a sliding window hides some of `tokens` entries, the last `after` of them no prompt's."""
+    """Raise ModelError where a sliding window hides some of `tokens` entries, of which `after` follow the prompt."""
     window = sliding_window(config)
     if window is not None and tokens > window:
         instead = f"--max-tokens {window - after} or less" if window - after >= 2 else "a model without one"
@@ -219,9 +223,9 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
 
 
 def check_long_rotations(config: Any, read: int, tokens: int, sample: str, name: str, after: int) -> None:
-    """Raise ModelError where LongRoPE's factors change behind the `read` tokens that a cache is made of.
+    """Raise ModelError where LongRoPE's factors change after the `read` tokens in the cache.
 
-    Keys that were cached with one set of factors would be asked with the other; transformers reads such a text anew.
+    Keys cached with one set of factors would meet queries with the other; transformers recomputes such a text.
     """
     rotations = getattr(config, "rope_parameters", None) or {}
     switch = rotations.get("original_max_position_embeddings")

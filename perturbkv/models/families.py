@@ -1,7 +1,7 @@
-"""Which model families an eviction study reads correctly, what is special about each, and which variants it refuses.
+"""Supported model families, their particularities, and the variants that are refused. No torch here.
 
 A family is a line of `FAMILIES`; a variant that decoding from an evicted cache would get wrong is refused by name and
-never approximated. No torch here.
+never approximated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.layer_types import FULL, SLIDING, is_mixed, own_window
+from perturbkv.configs.layer_types import FULL, SLIDING, configured_window, is_mixed
 from perturbkv.errors import ModelError
 
 _WINDOWS = "layers of full attention are measured, sliding ones keep their own window"
@@ -20,14 +20,14 @@ _EXPERTS = "mixture of experts, routed token by token: rounding depends on what 
 
 @dataclass(frozen=True)
 class Family:
-    """A family whose attention lies at `model.layers[i].self_attn.o_proj`.
+    """A family whose output projection is at `model.layers[i].self_attn.o_proj`.
 
     Attributes:
-        name: as people write it.
-        special: what a reader of its numbers has to know.
-        sinks: whether each head has a sink in its softmax, the parameter `sinks` of its attention: an entry that
-            always stays and has no value (METHOD: Attention sinks in the softmax).
-        by_layer: whether its code gives each layer the attention that `layer_types` names; others pass that key over.
+        name: common spelling of its name.
+        special: particularities that matter for the interpretation of its numbers.
+        sinks: whether each head has a sink in its softmax, the parameter `sinks` of its attention: an entry that always
+            stays and has no value (METHOD: Attention sinks in the softmax).
+        by_layer: whether its code applies `layer_types` to each layer; other families ignore that key.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Family:
 
     @property
     def kernel(self) -> str:
-        """Transformers' name of the attention that it is loaded with: torch's takes no sinks."""
+        """Transformers' name of the attention implementation to load: torch's takes no sinks."""
         return "eager" if self.sinks else "sdpa"
 
 
@@ -67,7 +67,7 @@ REFUSED = {
     "llama4": "attends in chunks and scales its queries by their position",
     "llama4_text": "attends in chunks and scales its queries by their position",
 }
-"""Near relatives of supported families -> why an eviction study would misread them."""
+"""Near relatives of supported families -> the reason why an eviction study would misread them."""
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
 
 
@@ -83,17 +83,17 @@ def check_family(config: Any, name: str) -> None:
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Raise ModelError unless every layer sees all entries before it, or the last of them; sizes are sane already."""
+    """Raise ModelError unless every layer sees all earlier entries, or the last of them; sizes are checked already."""
     _refuse_first(_unknown_layers(config), name)
 
 
 def check_plain(config: Any, name: str, what: str) -> None:
-    """Raise ModelError unless every layer sees all entries by a softmax over them alone, as `what` takes it to."""
-    held = "layers that hold a sliding window" if is_mixed(config) else ""
+    """Raise ModelError unless every layer is a softmax over all entries, which the feature named by `what` needs."""
+    obstacle = "layers that hold a sliding window" if is_mixed(config) else ""
     if FAMILIES[config.model_type].sinks:
-        held = "sinks in its softmax"
-    if held:
-        msg = f"{what} expects layers that all see the whole prompt and nothing else; model '{name}' has {held}"
+        obstacle = "sinks in its softmax"
+    if obstacle:
+        msg = f"{what} expects layers that all see the whole prompt and nothing else; model '{name}' has {obstacle}"
         raise ModelError(msg)
 
 
@@ -104,7 +104,7 @@ def _refuse_first(reasons: Iterator[str], name: str) -> None:
 
 
 def _unlike_softmax(config: Any) -> Iterator[str]:
-    """What decoding from an evicted cache would get wrong in every layer."""
+    """Yield the deviations from a plain softmax that decoding from an evicted cache would get wrong in every layer."""
     yield from (f"soft-caps its attention ({cap})" for cap in _SOFT_CAPS if getattr(config, cap, None))
     if getattr(config, "attention_sink", None) or getattr(config, "sinks", None):
         yield "has attention sinks beside its entries"
@@ -115,14 +115,14 @@ def _unlike_softmax(config: Any) -> Iterator[str]:
 
 
 def _unknown_layers(config: Any) -> Iterator[str]:
-    """What it would get wrong in some."""
+    """Yield the deviations of single layers that decoding from an evicted cache would get wrong."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return
     yield from (f"has layers of the type '{kind}'" for kind in types if kind not in (FULL, SLIDING))
     if len(types) != config.num_hidden_layers:
         yield f"names the types of {len(types)} layers (layer_types) and has {config.num_hidden_layers}"
-    if not FAMILIES[config.model_type].by_layer and (set(types) != {FULL} or own_window(config)):
+    if not FAMILIES[config.model_type].by_layer and (set(types) != {FULL} or configured_window(config)):
         yield "names kinds of layers (layer_types), which the code of its family passes over"
-    if SLIDING in types and (own_window(config) or 0) < 2:
-        yield f"has sliding layers with a window of {own_window(config)} entries (sliding_window)"
+    if SLIDING in types and (configured_window(config) or 0) < 2:
+        yield f"has sliding layers with a window of {configured_window(config)} entries (sliding_window)"

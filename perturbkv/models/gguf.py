@@ -1,12 +1,9 @@
-"""Which tensors a GGUF file holds, of what storage types, and whether it is all there. No torch here.
+"""GGUF files: their header, the check that they are complete, and their conversion to safetensors in the user's cache.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Only the header is read.
-
-A GGUF file as safetensors in the user's cache: parsing one takes 10 to 30 s, loading what is kept takes one.
-
-An entry holds the weights dequantised to float32, the configurations of model and generation, and the tokenizer: its
-backend's own JSON and the settings around it. It is read back without AutoTokenizer, which would take the JSON for
-another family's tokenizer and give other ids.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; only the header is parsed here. Parsing the weights
+takes 10 to 30 s, loading the converted copy takes one. A cache entry holds the weights dequantised to float32, the
+configurations of model and generation, and the tokenizer: its backend's JSON and its settings. It is read without
+AutoTokenizer, which would take the JSON for another family's tokenizer and give other ids.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from perturbkv.errors import ModelError
 from perturbkv.models import sanity, user_cache
 from perturbkv.models.families import check_family, check_layers
-from perturbkv.models.sanity import whole_model
-from perturbkv.models.sources import Source, explained
+from perturbkv.models.sanity import load_whole_model
+from perturbkv.models.sources import Source, explain_errors
 
 _MAGIC = b"GGUF"
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a metadata value -> its bytes; strings and arrays have none of their own."""
+"""Type of a metadata value -> its size in bytes; strings and arrays have no fixed size."""
 _UINT32, _STRING, _ARRAY, _ALIGNMENT = 4, 8, 9, "general.alignment"
 _VERSIONS = (2, 3)
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -47,7 +44,7 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the file describes it: `offset` is in bytes from where the tensors begin."""
+    """A tensor as the header describes it; `offset` is in bytes from the beginning of the tensor data."""
 
     name: str
     values: int
@@ -56,14 +53,14 @@ class StoredTensor:
 
     @property
     def type_name(self) -> str:
-        """For example Q4_1."""
+        """Name of the storage type, for example Q4_1."""
         from gguf import GGMLQuantizationType
 
         return str(GGMLQuantizationType(self.kind).name)
 
     @property
     def end(self) -> int:
-        """The first byte after it, from where the tensors begin."""
+        """The first byte after the tensor, from the beginning of the tensor data."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
@@ -71,18 +68,18 @@ class StoredTensor:
 
     @property
     def part(self) -> str:
-        """matrices, embeddings or norms (biases count among them: one row)."""
+        """matrices, embeddings or norms (biases count as norms: one row)."""
         if re.match(r"token_embd|output\.weight", self.name):
             return "embeddings"
         return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
 
 
 class _CutError(Exception):
-    """A header that goes on where its file has ended."""
+    """A header that extends beyond the end of its file."""
 
 
 class _Reader:
-    """Walks through a file's header. Raises _CutError where it leads out of the file."""
+    """A parser of a file's header. Raises _CutError where it would read beyond the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.alignment = data, 0, 32
@@ -134,7 +131,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a GGUF file. Raises ModelError for another kind of file, or one that was cut short."""
+    """Return the tensors of a GGUF file. Raises ModelError for another kind of file, or a truncated one."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
@@ -152,7 +149,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def _walk(reader: _Reader) -> tuple[list[StoredTensor], int]:
-    """All tensors, and the byte where they begin."""
+    """Return all tensors, and the byte offset of the tensor data."""
     reader.at = len(_MAGIC) + 4  # magic and version
     count, pairs = reader.number("Q"), reader.number("Q")
     for _ in range(pairs):
@@ -162,7 +159,7 @@ def _walk(reader: _Reader) -> tuple[list[StoredTensor], int]:
 
 
 def _check_version(path: Path, data: mmap.mmap) -> None:
-    """Raise ModelError for a version that the header's layout is not known of, and for the other byte order."""
+    """Raise ModelError for a version with an unknown header layout, and for the other byte order."""
     version = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
     if version not in _VERSIONS:
         msg = f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version {version}"
@@ -170,7 +167,7 @@ def _check_version(path: Path, data: mmap.mmap) -> None:
 
 
 def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
-    """Raise ModelError for a tensor of no known type, and one that is not all there."""
+    """Raise ModelError for a tensor of unknown type, and for a truncated one."""
     from gguf import GGMLQuantizationType
 
     known = {int(kind) for kind in GGMLQuantizationType}
@@ -184,13 +181,13 @@ def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size
 
 
 def check_complete(tensors: Sequence[StoredTensor], layers: int, expected: int, name: str) -> None:
-    """Raise ModelError where the file holds tensors that the model has no place for: transformers drops them silently.
+    """Raise ModelError where the file holds tensors that the model does not use: transformers drops them silently.
 
     `expected` is how many the model has, tied ones counted once.
     """
     places = re.compile(r"(token_embd|output_norm|output)\.weight|blk\.(\d+)\..*")
-    found = {tensor.name: places.fullmatch(tensor.name) for tensor in tensors}
-    extra = [tensor for tensor, place in found.items() if place is None or int(place[2] or 0) >= layers]
+    matches = {tensor.name: places.fullmatch(tensor.name) for tensor in tensors}
+    extra = [tensor for tensor, place in matches.items() if place is None or int(place[2] or 0) >= layers]
     if extra or len(tensors) != expected:
         which = f", not '{extra[0]}'" if extra else ""
         msg = (
@@ -201,7 +198,7 @@ def check_complete(tensors: Sequence[StoredTensor], layers: int, expected: int, 
 
 
 def storage(tensors: Sequence[StoredTensor]) -> tuple[str, str]:
-    """The storage type of most weights outside the embeddings, and all in words.
+    """Return the storage type of most weights outside the embeddings, and a description of all.
 
     For example `Q4_1` and `Q4_1 matrices, Q8_0 embeddings, F32 norms`.
     """
@@ -214,16 +211,16 @@ def storage(tensors: Sequence[StoredTensor]) -> tuple[str, str]:
 
 
 def is_quantised(kind: str) -> bool:
-    """True for a storage type that rounds weights to fewer levels than floating-point numbers have."""
+    """Return whether a storage type rounds weights to fewer levels than floating-point numbers have."""
     return kind not in _FLOATS
 
 
 CONVERTER = 1
-"""To be raised with every change of what an entry holds; it is part of an entry's name."""
+"""Version of the conversion, part of an entry's name; raise it with every change of an entry's content."""
 LARGEST = 2**30
 """Bytes of the largest GGUF file that is converted: float32 takes up to eight times as many."""
 ALIGNMENT = 64
-"""Bytes that the weights' place in the file is a multiple of, as torch's own allocations are."""
+"""Alignment of the weights in the file, in bytes, as of torch's own allocations."""
 _WEIGHTS, _TOKENIZER, _SETTINGS = "model.safetensors", "tokenizer.json", "tokenizer_settings.json"
 _LIBRARIES = ("transformers", "gguf", "tokenizers")
 _KEPT_SETTINGS = (
@@ -240,47 +237,45 @@ _KEPT_SETTINGS = (
 _log = logging.getLogger(__name__)
 
 
-def converted(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
-    """The folder that holds a GGUF file as safetensors, made now where the cache has none.
+def convert(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
+    """Return the folder of a GGUF file converted to safetensors, and convert it where the cache has none.
 
-    `tensors` are what the file's header tells of, `digest` is the file's SHA-256.
-
-    Raises NotKeptError where it cannot be kept, ModelError for a family that is not supported and for a file that is
-    not whole or cannot be read.
+    `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotKeptError where it cannot be
+    cached, ModelError for an unsupported family and for an incomplete or unreadable file.
     """
 
     def fill(folder: Path) -> None:
-        place = user_cache.place()
+        place = user_cache.cache_folder()
         _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.gguf_file, place)
         _convert(gguf, tensors, folder)
 
-    return user_cache.kept(entry_name(digest), fill)
+    return user_cache.cached_folder(entry_name(digest), fill)
 
 
 def entry_name(digest: bytes) -> str:
-    """File, converter and the libraries that read the file: what an entry depends on."""
+    """Return the cache entry's name, from the file, the converter and the versions of the libraries in use."""
     versions = "-".join(importlib.metadata.version(library) for library in _LIBRARIES)
     made_by = hashlib.sha256(f"{CONVERTER}-{versions}".encode()).hexdigest()
     return f"gguf-{digest.hex()[:32]}-{made_by[:8]}"
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a converted GGUF file."""
+    """Return the tokenizer of a converted GGUF file."""
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(folder / _TOKENIZER)), **settings)
 
 
 def _convert(gguf: Source, tensors: Sequence[StoredTensor], folder: Path) -> None:
-    with explained(gguf, "the GGUF file"):
+    with explain_errors(gguf, "the GGUF file"):
         config = AutoConfig.from_pretrained(gguf.location, **gguf.arguments)
     check_family(config, gguf.name)
     sanity.check(config, gguf.name)
     check_layers(config, gguf.name)
-    with explained(gguf, "the tokenizer"):
+    with explain_errors(gguf, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(gguf.location, **gguf.arguments)
-    model = whole_model(gguf, config=config, dtype=torch.float32)
+    model = load_whole_model(gguf, config=config, dtype=torch.float32)
     check_used(tensors, model, gguf.name)
-    with user_cache.writing():
+    with user_cache.explain_write_errors():
         _write_tokenizer(tokenizer, folder)
         config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
@@ -289,12 +284,12 @@ def _convert(gguf: Source, tensors: Sequence[StoredTensor], folder: Path) -> Non
 
 def check_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
     """Raise ModelError where a GGUF file holds tensors that its model does not."""
-    held = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    check_complete(tensors, len(model.model.layers), len(held), name)
+    addresses = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    check_complete(tensors, len(model.model.layers), len(addresses), name)
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Raises NotKeptError where the tokenizer does not come back as it was."""
+    """Write the tokenizer. Raises NotKeptError where reading it gives another one."""
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     (folder / _SETTINGS).write_text(json.dumps(_settings(tokenizer)), encoding="utf-8")
     if _state(read_tokenizer(folder)) != _state(tokenizer):
@@ -303,18 +298,18 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _state(tokenizer: Any) -> tuple[Any, ...]:
-    """Everything that ids and texts depend on."""
+    """Return everything that ids and texts depend on."""
     return _settings(tokenizer), tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.all_special_ids)
 
 
 def _settings(tokenizer: Any) -> dict[str, Any]:
-    """What there is to a tokenizer beside its backend."""
+    """Return the settings of a tokenizer outside its backend."""
     kept = {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS if hasattr(tokenizer, name)}
     return {**kept, **{name: str(token) for name, token in tokenizer.special_tokens_map.items()}}
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Each tensor once, tied ones under their first name, and where memory mapping them gives aligned weights."""
+    """Write each tensor once, tied ones under their first name, aligned for memory mapping."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
     tensors = {name: state[name].contiguous() for name in first.values()}
     metadata = {"format": "pt", "pad": ""}

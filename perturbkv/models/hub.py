@@ -1,14 +1,8 @@
-"""A repository of the hub at one commit, in the hub's cache on disk as its own client lays it out. No torch here.
+"""Repositories of the model hub at one commit, in the hub's own cache on disk; downloads are resumed. No torch here.
 
-Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
-
-A file of the hub, gone on with where a cut download ended.
-
-The hub's own client throws what came away, and asks a dead connection for a minute. Here a download that is cut without
-having brought anything to speak of is tried once more, then named; what came stays beside its place, and is a file only
-when all is there. No torch here.
-
-Whether the model hub can be asked at all, and what its refusals mean. No torch here.
+Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. The hub's own client discards a partial
+download and retries a dead connection for a minute. Here an interrupted download that brought nothing is tried once
+more and then reported; partial downloads are kept next to the final file, which appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -36,20 +30,20 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, g
 
 from perturbkv.memory import said
 
-_PATIENCE = 5.0
-"""Seconds for a host to take a connection; without this check each missing file would cost half a minute."""
+_CONNECT_TIMEOUT = 5.0
+"""Seconds for a host to accept a connection; without this check each missing file would cost half a minute."""
 _PORTS = {"http": 80, "https": 443}
 
 
 class HubError(Exception):
-    """The hub does not give what it was asked for; the message says why and, where it is known, what to do."""
+    """A failure to get something from the hub; the message says why and, where known, what to do."""
 
 
 @cache
 def unreachable() -> str:
-    """Why the hub cannot be asked, so that its cache on disk is all there is; empty where it can.
+    """Return why the hub cannot be reached, so that only its cache on disk is available; empty where it can.
 
-    Behind a proxy, which looks names up itself, the hub is taken to be there.
+    With a proxy, which resolves names itself, the hub is assumed to be reachable.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -58,23 +52,23 @@ def unreachable() -> str:
         return ""
     try:
         place = (endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 443))
-        socket.create_connection(place, _PATIENCE).close()
+        socket.create_connection(place, _CONNECT_TIMEOUT).close()
     except OSError as error:
         return f"{constants.ENDPOINT} cannot be reached: {error.strerror or error}"
     return ""
 
 
 def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What the hub's client raises where a connection is refused, cut, too slow, or no HTTP; and `more`.
+    """Return the client's exceptions for a refused, cut or slow connection and for invalid HTTP; and `more`.
 
-    Its library is httpx, under whichever name this version of the client imports it.
+    The client's library is httpx, under whichever name this version imports it.
     """
     library = sys.modules[type(get_session()).__module__.partition(".")[0]]
     return (library.RequestError, *more)
 
 
 def refusal(response: Any, what: str) -> str:
-    """What an answer of the hub means that is none of 200, for `what` was asked for."""
+    """Return the meaning of a response with an error status to a request for `what`."""
     status, code = int(response.status_code), response.headers.get("X-Error-Code", "")
     login = "with a token that may read it" if get_token() else "after `hf auth login`, or with HF_TOKEN"
     if code == "GatedRepo" or status == 403:
@@ -89,16 +83,18 @@ def refusal(response: Any, what: str) -> str:
 
 
 RETRIES, PAUSE = 1, 1.0
-"""How often a download is tried again that brought less than `_MUCH`, and seconds before."""
-_MUCH = 2**20
+"""Number of retries of a download that brought less than `_MIN_PROGRESS`, and seconds before each."""
+_MIN_PROGRESS = 2**20
 _SHA256 = 64
-"""Characters of an etag that is the content's SHA-256: large files'. Others' is git's SHA-1 of size and content."""
+"""Characters of an etag that is the content's SHA-256, as for large files; others have git's SHA-1 of size and
+content.
+"""
 _CHUNK = 2**24
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository at one commit; `etag` names its content and is its place in the hub's cache."""
+    """A file of a repository at one commit; `etag` identifies its content and is its file name in the hub's cache."""
 
     name: str
     size: int
@@ -106,16 +102,16 @@ class RemoteFile:
 
 
 class _CutError(Exception):
-    """A download that ended before its file did."""
+    """A download that ended before the file did."""
 
 
-def bring(file: RemoteFile, url: str, place: Path, lock: Path) -> None:
-    """Bring a file to its place in the cache, where no other process is doing so.
+def download(file: RemoteFile, url: str, place: Path, lock: Path) -> None:
+    """Download a file to its path in the cache, unless another process does so at the same time.
 
-    Raises HubError, which says how much came and what to do.
+    Raises HubError, which says how much was downloaded and what to do.
     """
     partial = place.with_name(f"{place.name}.perturbkv-partial")
-    with writing(place, file, partial):
+    with explain_write_errors(place, file, partial):
         place.parent.mkdir(parents=True, exist_ok=True)
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
@@ -126,8 +122,8 @@ def bring(file: RemoteFile, url: str, place: Path, lock: Path) -> None:
 
 
 @contextmanager
-def writing(place: Path, file: RemoteFile, partial: Path | None = None) -> Iterator[None]:
-    """Around what writes into the hub's cache: what the system refuses there is a HubError."""
+def explain_write_errors(place: Path, file: RemoteFile, partial: Path | None = None) -> Iterator[None]:
+    """Turn the system's errors on writing into the hub's cache into a HubError."""
     try:
         yield
     except OSError as error:
@@ -140,14 +136,14 @@ def writing(place: Path, file: RemoteFile, partial: Path | None = None) -> Itera
 
 
 def _download(file: RemoteFile, url: str, partial: Path) -> None:
-    """Fill the partial file. Raises HubError."""
+    """Complete the partial file, with retries. Raises HubError."""
     failures = 0
     while True:
         before = _size(partial)
         try:
             _append(file, url, partial)
         except connection_errors(_CutError) as error:
-            failures = failures + 1 if _size(partial) - before < _MUCH else 0
+            failures = failures + 1 if _size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
                 msg = (
                     f"the download of {file.name} was cut at {said(_size(partial))} of {said(file.size)} "
@@ -160,13 +156,15 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
 
 
 def _append(file: RemoteFile, url: str, partial: Path) -> None:
-    """Ask for what is missing and write it behind what is there. Raises _CutError, HubError, or the client's errors."""
+    """Request the missing bytes and append them. Raises _CutError, HubError, or the client's errors."""
     start = _size(partial)
     if start >= file.size > 0:
         return
     headers = {**build_hf_headers(), "Range": f"bytes={start}-", "Accept-Encoding": "identity"}
     timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-    with get_session().stream("GET", url, headers=headers if start else _whole(headers), timeout=timeout) as response:
+    with get_session().stream(
+        "GET", url, headers=headers if start else _without_range(headers), timeout=timeout
+    ) as response:
         if response.status_code >= 500:
             msg = f"HTTP {response.status_code}"
             raise _CutError(msg)
@@ -180,12 +178,12 @@ def _append(file: RemoteFile, url: str, partial: Path) -> None:
         raise _CutError(msg)
 
 
-def _whole(headers: dict[str, str]) -> dict[str, str]:
+def _without_range(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name != "Range"}
 
 
 def _check(file: RemoteFile, partial: Path) -> None:
-    """Raise HubError, and throw what came away, unless it is what the hub says the file is."""
+    """Raise HubError, and delete the download, unless its size and checksum are those that the hub reports."""
     if partial.stat().st_size == file.size and _digest(file, partial) == file.etag:
         return
     partial.unlink()
@@ -206,52 +204,52 @@ def _size(partial: Path) -> int:
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SPEAK_OF = 2**20
-"""Bytes of a download that is announced."""
+_ANNOUNCED_SIZE = 2**20
+"""Size in bytes from which a download is announced."""
 _log = logging.getLogger(__name__)
 
 
 class _SilentError(Exception):
-    """The hub is there and cannot answer."""
+    """A hub that is reachable but cannot answer."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Where a repository's files are, on the hub and on disk.
+    """The files of a repository, on the hub and on disk.
 
     Attributes:
         id: owner/name.
         kind: model or dataset.
-        commit: which state of it.
-        held: what the hub holds at that commit, by name; empty where the hub could not be asked.
-        silence: why it could not be asked.
+        commit: commit of the repository.
+        files: files on the hub at that commit, by name; empty where the hub could not be reached.
+        offline_reason: reason why it could not be reached.
     """
 
     id: str
     kind: str
     commit: str
-    held: Mapping[str, RemoteFile]
-    silence: str = ""
+    files: Mapping[str, RemoteFile]
+    offline_reason: str = ""
 
     @property
     def folder(self) -> Path:
-        """The snapshot: every file that was brought, under its own name."""
+        """The snapshot: every downloaded file, under its own name."""
         return _home(self.id, self.kind) / "snapshots" / self.commit
 
     def names(self) -> set[str]:
-        """Every file that there is: on the hub, or on disk where the hub could not be asked."""
+        """Return the names of all files: on the hub, or on disk where the hub could not be reached."""
         there = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
-        return set(self.held) or there
+        return set(self.files) or there
 
     def bring(self, names: Iterable[str]) -> None:
-        """Have these files in the snapshot, those missing from the hub. Raises HubError."""
+        """Download the files of these names that the snapshot lacks. Raises HubError."""
         missing = sorted({name for name in names if not (self.folder / name).is_file()})
         for name in missing:
-            if name not in self.held:
-                why = f": {self.silence}" if self.silence else ""
+            if name not in self.files:
+                why = f": {self.offline_reason}" if self.offline_reason else ""
                 msg = f"{name} is not in {'the cache of it on disk' if why else 'the repository'}{why}"
                 raise HubError(msg)
-        files = [self.held[name] for name in missing]
+        files = [self.files[name] for name in missing]
         self._check_room(files)
         for file in files:
             self._bring(file)
@@ -260,11 +258,11 @@ class Repository:
         home = _home(self.id, self.kind)
         place = home / "blobs" / file.etag
         lock = Path(constants.HF_HUB_CACHE, ".locks", home.name, f"{file.etag}.lock")
-        if file.size >= _SPEAK_OF:
+        if file.size >= _ANNOUNCED_SIZE:
             _log.info("downloading %s of %s (%s), once, into %s", file.name, self.id, said(file.size), home)
-        bring(file, hf_hub_url(self.id, file.name, repo_type=self.kind, revision=self.commit), place, lock)
-        with writing(place, file):
-            _point(self.folder / file.name, place)
+        download(file, hf_hub_url(self.id, file.name, repo_type=self.kind, revision=self.commit), place, lock)
+        with explain_write_errors(place, file):
+            _link(self.folder / file.name, place)
 
     def _check_room(self, files: Iterable[RemoteFile]) -> None:
         """Raise HubError where the disk is too full for these files."""
@@ -280,26 +278,30 @@ class Repository:
 
 
 def find(name: str, revision: str = "", kind: str = "model") -> Repository:
-    """A repository at a branch, tag or commit, the newest of its main branch without one.
+    """Return a repository at a branch, tag or commit, by default the newest commit of its main branch.
 
-    Where the hub does not answer, or refuses, what its cache on disk knows by that name. Raises HubError.
+    Where the hub does not answer, or refuses, return the commit in its cache on disk. Raises HubError where there is
+    none.
     """
-    silence = unreachable()
-    if not silence:
+    reason = unreachable()
+    if not reason:
         try:
-            return _asked(name, revision, kind)
+            return _request_repository(name, revision, kind)
         except connection_errors(_SilentError) as error:
-            silence = f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}"
+            reason = f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}"
         except HubError as error:
-            silence = str(error)
-    commit = _known(name, revision, kind)
+            reason = str(error)
+    commit = _cached_commit(name, revision, kind)
     if not commit:
-        raise HubError(silence)
-    return Repository(name, kind, commit, {}, silence)
+        raise HubError(reason)
+    return Repository(name, kind, commit, {}, reason)
 
 
-def _asked(name: str, revision: str, kind: str) -> Repository:
-    """What the hub says. Raises HubError for its refusals, and the client's errors where it says nothing."""
+def _request_repository(name: str, revision: str, kind: str) -> Repository:
+    """Request a repository's files from the hub.
+
+    Raises HubError for its refusals, and the client's errors without an answer.
+    """
     what = f"revision '{revision}' of {name}" if revision else name
     try:
         info = _info(name, revision, kind)
@@ -313,15 +315,15 @@ def _asked(name: str, revision: str, kind: str) -> Repository:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{constants.ENDPOINT} answers what no hub would; check HF_ENDPOINT, or the network's login page"
         raise HubError(msg) from error
-    held = {one.rfilename: _file(one) for one in info.siblings or () if _is_inside(one.rfilename)}
-    found = Repository(name, kind, str(info.sha), held)
+    files = {one.rfilename: _file(one) for one in info.siblings or () if _is_inside(one.rfilename)}
+    repository = Repository(name, kind, str(info.sha), files)
     if not _COMMIT.fullmatch(revision):
-        _note(_home(name, kind) / "refs" / (revision or "main"), found.commit)
-    return found
+        _write_ref(_home(name, kind) / "refs" / (revision or "main"), repository.commit)
+    return repository
 
 
 def _info(name: str, revision: str, kind: str) -> Any:
-    """One question and, where its connection is cut, as many more as a download gets."""
+    """Send the request, with as many retries as a download where the connection is cut."""
     for left in reversed(range(RETRIES + 1)):
         try:
             return HfApi().repo_info(
@@ -339,7 +341,7 @@ def _info(name: str, revision: str, kind: str) -> Any:
 
 
 def _file(one: Any) -> RemoteFile:
-    """A file as the hub lists it."""
+    """Return a file of the hub's listing."""
     large = one.lfs
     digest = large.sha256 if large is not None else one.blob_id
     return RemoteFile(one.rfilename, int(one.size or 0), str(digest))
@@ -350,8 +352,8 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _known(name: str, revision: str, kind: str) -> str:
-    """The commit that the cache on disk knows a revision as; empty where it knows none."""
+def _cached_commit(name: str, revision: str, kind: str) -> str:
+    """Return the commit of a revision according to the cache on disk; empty where it has none."""
     home = _home(name, kind)
     with suppress(OSError, ValueError):
         revision = (home / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
@@ -362,15 +364,15 @@ def _home(name: str, kind: str) -> Path:
     return Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}")
 
 
-def _note(ref: Path, commit: str) -> None:
-    """Write down which commit a branch or tag is; a cache that cannot be written goes without."""
+def _write_ref(ref: Path, commit: str) -> None:
+    """Record the commit of a branch or tag; skipped where the cache is not writable."""
     with suppress(OSError):
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(commit, encoding="utf-8")
 
 
-def _point(name: Path, place: Path) -> None:
-    """Give a file of the cache its name in the snapshot: a link, a copy where there are none."""
+def _link(name: Path, place: Path) -> None:
+    """Give a file of the cache its name in the snapshot: by a link, or by a copy where links are not supported."""
     name.parent.mkdir(parents=True, exist_ok=True)
     if name.is_symlink() and not name.exists():
         name.unlink()

@@ -1,14 +1,8 @@
-"""Bringing a model in: alias, hub id, local folder, GGUF file, or random weights of an alias' shapes.
+"""Loading of models: alias, hub id, local folder, GGUF file, or random weights with an alias' shapes.
 
-Safetensors and GGUF only; remote code is never trusted.
-
-A model of the hub on this machine: configuration and tokenizer when it is opened, weights when they are loaded.
-
-Other libraries' bars and warnings, off while we load a model.
-
-Which model it is: a digest of every file that its numbers depend on. A trace is gone on with by no other.
-
-A tokenizer that needs no files: one token per UTF-8 byte, for models with random weights.
+Safetensors and GGUF only; remote code is never trusted. Configuration and tokenizer are read when a model is opened,
+weights when they are loaded, with the progress bars and warnings of other libraries off. A model's revision is the
+hub's commit or a digest of every file that its numbers depend on; a trace is only resumed with the same one.
 """
 
 from __future__ import annotations
@@ -36,50 +30,53 @@ from perturbkv.models.adapter import Adapter, Opened, check_projections
 from perturbkv.models.aliases import ALIASES, EMBEDDED
 from perturbkv.models.families import FAMILIES, check_family, check_layers
 from perturbkv.models.hub import HubError
-from perturbkv.models.sanity import check_shapes, whole_model
-from perturbkv.models.sources import READ, Source, explained, resolve
+from perturbkv.models.sanity import check_shapes, load_whole_model
+from perturbkv.models.sources import READ_SUFFIXES, Source, explain_errors, resolve
 from perturbkv.models.stored_weights import Stored
 
 _WEIGHTS = "model.safetensors"
 
 
-def opened_from_hub(source: Source) -> Source:
-    """The source with its files here: of a hub's model all but weights, of a GGUF file there the whole.
+def download_settings(source: Source) -> Source:
+    """Return the source with its files downloaded: a GGUF file of the hub whole, a hub model without its weights.
 
-    Raises ModelError where the hub does not give them.
+    Raises ModelError where the hub does not deliver them.
     """
     if not source.hub_id:
         return source
-    with _explained(source):
+    with _explain_hub_errors(source):
         repository = hub.find(source.hub_id, source.revision)
         repository.bring({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
     return replace(source, location=str(repository.folder), repository=repository)
 
 
-def bring_weights(source: Source) -> None:
-    """Have the safetensors of a hub's model here. Raises ModelError where the hub does not give them."""
+def download_weights(source: Source) -> None:
+    """Download the safetensors of a model of the hub. Raises ModelError where the hub does not deliver them."""
     if source.repository is not None and source.gguf_file is None:
-        with _explained(source):
+        with _explain_hub_errors(source):
             source.repository.bring({_WEIGHTS} & source.repository.names() or _parts(source))
 
 
 def _parts(source: Source) -> set[str]:
-    """The names in the index of a model's safetensors. Raises HubError without one, ModelError for a bad one."""
+    """Return the names in the index of a model's safetensors.
+
+    Raises HubError without one, ModelError for an invalid one.
+    """
     index = source.path / f"{_WEIGHTS}.index.json"
     if not index.is_file():
         msg = f"it holds neither {_WEIGHTS} nor {index.name}"
         raise HubError(msg)
-    return stored_weights.parts(index)
+    return stored_weights.index_files(index)
 
 
 def _is_setting(name: str) -> bool:
-    """Whether transformers may read a file for configuration or tokenizer."""
-    return "/" not in name and PurePosixPath(name).suffix in READ - {".safetensors", ".bin", ".gguf"}
+    """Return whether transformers may read a file for configuration or tokenizer."""
+    return "/" not in name and PurePosixPath(name).suffix in READ_SUFFIXES - {".safetensors", ".bin", ".gguf"}
 
 
 @contextmanager
-def _explained(source: Source) -> Iterator[None]:
-    """Turn what the hub does not give into a ModelError: its reason, and what to do where that does not say it."""
+def _explain_hub_errors(source: Source) -> Iterator[None]:
+    """Turn a HubError into a ModelError with its reason, and with what to do where that is missing."""
     try:
         yield
     except HubError as error:
@@ -93,17 +90,17 @@ def _explained(source: Source) -> Iterator[None]:
 
 
 _lock = threading.Lock()
-_inside: list[tuple[int, bool, bool, int]] = []
-"""What was before, once for each block that is open: the last one to leave restores the first one's."""
+_open_settings: list[tuple[int, bool, bool, int]] = []
+"""Former settings, once per open block: the last block to end restores those of the first."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing of transformers, tqdm or the hub is shown inside the block; behind it all is as it was."""
+    """Silence transformers, tqdm and the hub inside the block, and restore their settings afterwards."""
     of_hub = logging.getLogger("huggingface_hub")
     with _lock:
         now = (theirs.get_verbosity(), theirs.is_progress_bar_enabled(), are_progress_bars_disabled(), of_hub.level)
-        _inside.append(_inside[0] if _inside else now)
+        _open_settings.append(_open_settings[0] if _open_settings else now)
         theirs.set_verbosity_error()
         theirs.disable_progress_bar()
         disable_progress_bars()
@@ -112,8 +109,8 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            verbosity, shown, hub, level = _inside.pop()
-            if not _inside:
+            verbosity, shown, hub, level = _open_settings.pop()
+            if not _open_settings:
                 _restore(verbosity, shown, hub, level)
 
 
@@ -131,38 +128,41 @@ _SETTINGS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
     "vocab.txt", "merges.txt",
 )  # fmt: skip
-"""What transformers reads of a folder beside its weights: how they compute, where answers end, how text is encoded."""
+"""Files that transformers reads besides the weights: for computation, ends of answers and text encoding."""
 
 
 def folder_digest(folder: Path, weights: Sequence[Path]) -> str:
-    """Of a folder's model, whose weights are these files. Raises OSError for one that cannot be read."""
+    """Return the digest of a folder's model with these weight files. Raises OSError for an unreadable file."""
     settings = [folder / name for name in _SETTINGS if (folder / name).is_file()]
     return joint_digest(file.name.encode() + file_digest(file) for file in (*weights, *settings))
 
 
 def joint_digest(digests: Iterable[bytes]) -> str:
-    """Of several files, in this order."""
+    """Return the digest of several files' digests, in this order."""
     return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
 
 
 def file_digest(file: Path) -> bytes:
-    """Of one file."""
+    """Return the SHA-256 of one file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
 
 
 class ByteTokenizer:
-    """Bytes as token ids 0 … 255; no chat template, no special tokens."""
+    """A tokenizer for models with random weights: UTF-8 bytes as token ids 0 … 255, without a chat template.
+
+    It has no special tokens.
+    """
 
     chat_template: str | None = None
     eos_token_id: int | None = None
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Token ids of `text` under `input_ids`."""
+        """Return the token ids of `text` under `input_ids`."""
         return {"input_ids": list(text.encode())}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of byte ids; ids above 255, which only a model makes, show as replacement characters."""
+        """Return the text of byte ids; ids above 255, which only a model generates, become replacement characters."""
         return b"".join(bytes([token]) if token < 256 else b"\xff" for token in token_ids).decode(errors="replace")
 
 
@@ -172,14 +172,14 @@ _DEVICES: Mapping[str, Callable[[], int]] = {
     "cuda": torch.cuda.device_count,
     "mps": lambda: int(torch.backends.mps.is_available()),
 }
-"""Kinds of devices that compute -> how many of them there are."""
+"""Device types that can compute -> number of such devices."""
 _RANDOM = "random:"
 _CONFIG = "the configuration (config.json)"
 _log = logging.getLogger(__name__)
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises ConfigError for a device that this machine lacks."""
+    """Return the device; `auto` is CUDA where available. Raises ConfigError for a device that this machine lacks."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -189,20 +189,20 @@ def pick_device(name: str) -> torch.device:
     if device.type not in _DEVICES:
         msg = f"expected a device such as cpu, cuda or cuda:1, got '{name}'"
         raise ConfigError(msg)
-    if not there(device):
+    if not device_exists(device):
         count = _DEVICES[device.type]()
         msg = f"device '{name}' is not there: this machine has {count} {device.type.upper()} devices; use --device cpu"
         raise ConfigError(msg)
     return device
 
 
-def there(device: torch.device) -> bool:
-    """Whether this machine has a device, which may be a cluster's."""
+def device_exists(device: torch.device) -> bool:
+    """Return whether this machine has a device; a cluster may have others."""
     return (device.index or 0) < _DEVICES[device.type]()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and float32 elsewhere."""
+    """Return the dtype; `auto` is bfloat16 on CUDA and float32 elsewhere. Raises UnknownNameError."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in ("float32", "bfloat16", "float16"):
@@ -214,8 +214,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 class ModelFiles:
     """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
 
-    `source` is None where there are no files: weights are drawn, or the model was given. `opened` is None where it was
-    given.
+    `source` is None where there are no files: for random weights and for a user's model. `opened` is None for a user's
+    model.
     """
 
     name: str
@@ -229,7 +229,7 @@ class ModelFiles:
 
     @classmethod
     def of(cls, model: Adapter) -> ModelFiles:
-        """What is known of a model whose weights are loaded already."""
+        """Return the files' description of a model whose weights are loaded already."""
         return cls(
             model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
             model.opened,
@@ -237,26 +237,26 @@ class ModelFiles:
 
     @cached_property
     def _skeleton(self) -> Any:
-        """The model without numbers. Raises ModelError where none can be made of its configuration."""
-        with explained(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
+        """The model on the meta device. Raises ModelError where its configuration does not define one."""
+        with explain_errors(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
             return AutoModelForCausalLM.from_config(self.config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Weight -> shape, tied ones under all of their names. Raises ModelError as `parameters` does."""
+        """Return weight -> shape, tied weights under all of their names. Raises ModelError as `parameters` does."""
         return {name: tuple(weight.shape) for name, weight in self._skeleton.named_parameters(remove_duplicate=False)}
 
     def parameters(self) -> int:
-        """How many weights the model has. Raises ModelError where no model can be made of its configuration."""
+        """Return the number of weights. Raises ModelError where the configuration does not define a model."""
         return sum(weight.numel() for weight in self._skeleton.parameters())
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """What its weights take on a device, quantised ones of the hub as if they were floats."""
+        """Return the bytes of the weights on a device; quantised weights of the hub count as floats."""
         return self.stored.nbytes or self.parameters() * dtype.itemsize
 
 
 @quiet()
 def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
-    """Find a model and read its configuration and tokenizer.
+    """Return a model's files, with its configuration and tokenizer read.
 
     `name` is an alias, a hub id, a hub's GGUF file (`owner/name:file.gguf`), a folder, a GGUF file, or
     `random:<alias>`, whose weights `seed` draws; `revision` is a branch, tag or commit of the hub's.
@@ -269,39 +269,41 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
             raise ModelError(msg)
         drawn, again = f"random weights, seed {seed}", Opened(name, seed, "")
         return ModelFiles(name, None, _random_config(name), ByteTokenizer(), drawn, Stored("random"), True, again)
-    source = opened_from_hub(resolve(name, revision))
+    source = download_settings(resolve(name, revision))
     again = Opened(name, seed, revision if source.repository is None else source.repository.commit)
     if source.gguf_file is not None:
         return replace(_open_gguf(source), opened=again)
     config, tokenizer = _read(source)
-    stored = stored_weights.of_safetensors(source, config)
+    stored = stored_weights.safetensors_storage(source, config)
     return ModelFiles(name, source, config, tokenizer, _revision(source), stored, opened=again)
 
 
 def _open_gguf(source: Source) -> ModelFiles:
-    """A GGUF file, read from the user's cache, where it is converted now if it is not there yet."""
+    """Open a GGUF file from the user's cache, converting it first where it is missing there."""
     tensors = gguf.read_header(source.path)
     digest = file_digest(source.path)
     place, tokenizer = source, None
     if source.path.stat().st_size <= gguf.LARGEST:
         try:
-            folder = gguf.converted(source, tensors, digest)
+            folder = gguf.convert(source, tensors, digest)
             place, tokenizer = Source(source.name, str(folder)), gguf.read_tokenizer(folder)
         except user_cache.NotKeptError as error:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
     config, tokenizer = _read(place, tokenizer)
-    return ModelFiles(source.name, place, config, tokenizer, joint_digest([digest]), stored_weights.of_gguf(tensors))
+    return ModelFiles(
+        source.name, place, config, tokenizer, joint_digest([digest]), stored_weights.gguf_storage(tensors)
+    )
 
 
 def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Configuration and tokenizer, that of a GGUF file from itself: saved and loaded again it would be another."""
-    with explained(source, _CONFIG):
+    """Return configuration and tokenizer; `tokenizer` is used where it is given, as for a converted GGUF file."""
+    with explain_errors(source, _CONFIG):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_family(config, source.name)
     sanity.check(config, source.name)
     check_layers(config, source.name)
     quantisers.check_installed(config, source.name)
-    with explained(source, "the tokenizer (tokenizer.json)"):
+    with explain_errors(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
@@ -310,40 +312,41 @@ def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
 ) -> Adapter:
-    """The model itself, ready to measure; `device_map` is a key of `DEVICE_MAPS`.
+    """Return the model with its weights, ready to measure; `device_map` is a key of `DEVICE_MAPS`.
 
     Raises ModelError where its weights cannot be read, are not whole, or do not fit the GPUs that `auto` spreads them
     over, and NoMemoryError where they do not fit `device`, before anything is read.
     """
     spread = device_map == "auto"
     if not spread:
-        check_room(files, dtype, device)
+        check_memory(files, dtype, device)
     if files.source is None:
         model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
-        bring_weights(files.source)
+        download_weights(files.source)
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
-        model = _read_weights(files.source, files.config, dtype, _placed(files, device, spread))
-    model = _settled(model, files.name, device, spread)
-    found = Adapter(
+        model = _read_weights(files.source, files.config, dtype, _device_arguments(files, device, spread))
+    model = _move_to_device(model, files.name, device, spread)
+    adapter = Adapter(
         model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.opened
     )
-    check_projections(found)
-    return found
+    check_projections(adapter)
+    return adapter
 
 
-def check_room(files: ModelFiles, dtype: torch.dtype, device: torch.device, beside: int = 0) -> None:
-    """Raise NoMemoryError where a device does not hold the weights and `beside` bytes; nothing is known of quantised
-    ones that are not here yet.
+def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, beside: int = 0) -> None:
+    """Raise NoMemoryError where a device cannot hold the weights and `beside` further bytes.
+
+    The size of quantised weights that are not downloaded yet is unknown; these are not checked.
     """
     if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
         what = f"model '{files.name}' and its caches need" if beside else f"the weights of model '{files.name}' need"
         memory.check(files.weights_bytes(dtype) + beside, device, what, "a smaller model or --dtype takes less")
 
 
-def _placed(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
-    """Where quantised weights are put while they are read: their layout depends on it, so that none is moved later."""
+def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
+    """Return arguments for the device of quantised weights while they are read: their layout depends on it."""
     quantised = getattr(files.config, "quantization_config", None) is not None
     if spread and quantised:
         return {"device_map": "auto"}
@@ -351,7 +354,7 @@ def _placed(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, 
 
 
 def _read_weights(source: Source, config: Any, dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
-    model = whole_model(
+    model = load_whole_model(
         source,
         dtype=dtype,
         attn_implementation=FAMILIES[config.model_type].kernel,
@@ -366,17 +369,20 @@ def _read_weights(source: Source, config: Any, dtype: torch.dtype, placed: Mappi
 def load_model(
     name: str, dtype: str = "auto", device: str = "auto", seed: int = 0, device_map: str = "none", revision: str = ""
 ) -> Adapter:
-    """`open_model` and `load_weights` in one. Raises what they raise, and ConfigError for dtype and device."""
+    """Open a model and load its weights.
+
+    Raises as `open_model` and `load_weights`, and ConfigError for dtype and device.
+    """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     return load_weights(open_model(name, seed, revision), precision, place, seed, device_map)
 
 
-def _aligned(model: Any) -> Any:
-    """The model with its weights where torch itself would have put them.
+def _align_weights(model: Any) -> Any:
+    """Return the model with its weights aligned in memory as torch itself would align them.
 
-    Mapped from a file they lie at any byte, and on a CPU a product with one vector is then rounded differently: the
-    same weights would give other numbers from another file.
+    Memory-mapped weights may begin at any byte, and on a CPU a matrix-vector product then rounds differently: the same
+    weights would give other numbers from another file.
     """
     for parameter in model.parameters():
         plain = type(parameter) is torch.nn.Parameter  # others hold their numbers in tensors inside
@@ -385,23 +391,26 @@ def _aligned(model: Any) -> Any:
     return model
 
 
-def _settled(model: Any, name: str, device: torch.device, spread: bool) -> Any:
-    """The model where it computes. Raises ModelError where it does not fit there."""
+def _move_to_device(model: Any, name: str, device: torch.device, spread: bool) -> Any:
+    """Return the model on its devices. Raises ModelError where it does not fit there."""
     if places := getattr(model, "hf_device_map", None):  # put there while it was read
         _check_places(places, name)
-        return _aligned(model)
-    return _spread(model, name) if spread else _aligned(model.to(device))
+        return _align_weights(model)
+    return _dispatch(model, name) if spread else _align_weights(model.to(device))
 
 
-def _spread(model: Any, name: str) -> Any:
-    """The model with its layers over all GPUs, each whole on one of them; on the CPU where there is none."""
+def _dispatch(model: Any, name: str) -> Any:
+    """Return the model with its layers distributed over all GPUs, each whole on one of them.
+
+    On the CPU without GPUs.
+    """
     places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
     _check_places(places, name)
     return dispatch_model(model, places)
 
 
 def _check_places(places: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError where a part of a model would not lie where it computes."""
+    """Raise ModelError where a part of a model would be outside the devices that compute."""
     outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:
         msg = (
@@ -426,8 +435,8 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _revision(source: Source) -> str:
-    """The hub's commit, or a digest of the local files."""
+    """Return the hub's commit, or a digest of the local files."""
     if source.repository is not None:
         return source.repository.commit
-    with explained(source, "what tells it from others"):
+    with explain_errors(source, "what tells it from others"):
         return folder_digest(source.path, stored_weights.files(source.path))

@@ -1,7 +1,7 @@
-"""W_O as numbers: the matrix that a layer's output projection multiplies by, however its weights are stored.
+"""W_O as a matrix of numbers: what a layer's output projection multiplies by, however its weights are stored.
 
-A quantised or wrapped projection is read as what it does: dequantised where its weight can say its values, else the
-rows that unit vectors are taken to. What is no matrix at all, as it rounds its input too, is refused.
+A quantised or wrapped projection is dequantised where its weight supports that, else applied to unit vectors. A
+projection that is no matrix, because it rounds its input too, is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _ROWS = 4
-"""Random inputs that a projection is tried on, and as many again."""
-_FAINT = 1 / 600
-"""Beside an entry of 1: rounded to 8 bits by the largest, entries of this size are gone. LLM.int8 takes entries above 6
-out of the rounding, so that 1 is the largest that is tried."""
-_NEAR, _KEPT = 0.01, 0.25
-"""How far what a matrix gives may lie from the product with it, relative to its length; and how far from 1 the share of
-the faint entries that it passes on. A matrix that computes in bfloat16 was seen at 0.003 and 0.007, an input rounded to
-float8 at 0.026 of the first, one rounded to int8 at 1 of the second."""
+"""Random inputs on which a projection is tested, and as many of faint entries."""
+_FAINT_SIZE = 1 / 600
+"""Size of faint entries next to an entry of 1: rounding to 8 bits by the largest entry removes them.
+
+LLM.int8 exempts entries above 6 from rounding, so that 1 is the largest that is tested.
+"""
+_MAX_ERROR, _MAX_LOSS = 0.01, 0.25
+"""Tolerances: the relative error of the product with the matrix, and the deviation from 1 of the faint entries' share.
+
+Measured: 0.003 and 0.007 for a matrix in bfloat16, 0.026 of the first for inputs rounded to float8, 1 of the second for
+inputs rounded to int8.
+"""
 
 
 class NoMatrixError(Exception):
@@ -30,25 +34,25 @@ class NoMatrixError(Exception):
 
 
 def is_plain(projection: Any) -> bool:
-    """True where `weight` is the matrix as it is computed with."""
+    """Return whether `weight` is the matrix that the projection computes with."""
     weight: Any = getattr(projection, "weight", None)
     return type(projection) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 
 def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_model head_d_head"]:
-    """The matrix of a projection of vectors of `width` numbers, laid out like `nn.Linear.weight`.
+    """Return the matrix of a projection of vectors of `width` numbers, laid out like `nn.Linear.weight`.
 
-    One that is not plain is made anew by every call and held by nobody else.
+    A matrix that is not plain is computed anew by every call.
     """
     if is_plain(projection):
         return cast("Tensor", projection.weight.detach())
-    held = _dequantised(projection)
-    matrix = _of_unit_vectors(projection, width, dtype) if held is None else held
+    dequantised = _dequantised(projection)
+    matrix = _matrix_from_unit_vectors(projection, width, dtype) if dequantised is None else dequantised
     return matrix.to(dtype).contiguous()
 
 
 def check(projection: Any, width: int, dtype: torch.dtype) -> None:
-    """Raise NoMatrixError unless a projection multiplies by the matrix that `read` gives, whatever its input."""
+    """Raise NoMatrixError unless a projection multiplies by the matrix of `read`, whatever its input."""
     if is_plain(projection):
         return
     try:
@@ -57,7 +61,7 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError) as error:
         msg = f"cannot be read as a matrix ({' '.join(str(error).split())[:200] or type(error).__name__})"
         raise NoMatrixError(msg) from error
-    if not (near <= _NEAR and kept <= _KEPT):
+    if not (near <= _MAX_ERROR and kept <= _MAX_LOSS):
         msg = (
             "is no fixed matrix: what it does depends on its input's size, as where activations are quantised beside "
             "the weights"
@@ -66,25 +70,31 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
 
 
 def kind(projection: Any) -> str:
-    """What a projection is, in words."""
+    """Return a description of a projection: its class and the type of its weight."""
     weight: Any = getattr(projection, "weight", None)
-    held = getattr(weight, "dtype", None)
-    of = "no weight" if held is None else type(weight).__name__ if _own(weight) else str(held).removeprefix("torch.")
+    dtype = getattr(weight, "dtype", None)
+    of = (
+        "no weight"
+        if dtype is None
+        else type(weight).__name__
+        if _has_dequantize(weight)
+        else str(dtype).removeprefix("torch.")
+    )
     return f"{type(projection).__name__} of {of}"
 
 
 def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float, float]:
-    """How far a projection is from its matrix on random vectors, and how much of faint entries it loses.
+    """Return the error of a projection on random vectors, and the lost share of faint entries.
 
-    Both relative to what the matrix alone does, in float32.
+    Both are relative to the product with the matrix in float32.
     """
     matrix = read(projection, width, dtype).float()
-    apply = _applied(projection)
+    apply = _linear_map(projection)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_ROWS, width, generator=generator).to(matrix.device, dtype)
     expected = drawn.float() @ matrix.T
     near = (apply(drawn).float() - expected).norm() / expected.norm()
-    faint = drawn.sign() * _FAINT
+    faint = drawn.sign() * _FAINT_SIZE
     faint[:, 0] = 0
     loud = torch.zeros_like(faint)
     loud[:, 0] = 1
@@ -93,8 +103,8 @@ def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float,
     return float(near), float(((passed * expected).sum() / expected.square().sum() - 1).abs())
 
 
-def _applied(projection: Any) -> Callable[[Tensor], Tensor]:
-    """What a projection multiplies by: its forward without its bias, past all hooks, which are others'."""
+def _linear_map(projection: Any) -> Callable[[Tensor], Tensor]:
+    """Return the linear map of a projection: its forward without bias and without hooks."""
 
     def apply(rows: Tensor) -> Tensor:
         with _without_bias(projection):
@@ -105,34 +115,37 @@ def _applied(projection: Any) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def _without_bias(projection: Any) -> Iterator[None]:
-    """The bias is 0 inside the block: taken off what comes out, it would leave what was rounded to its size."""
+    """Set the bias to 0 inside the block: subtracting it from the output would leave its rounding."""
     bias = getattr(projection, "bias", None)
     if bias is None:
         yield
         return
-    held = bias.detach().clone()
+    saved = bias.detach().clone()
     bias.detach().zero_()
     try:
         yield
     finally:
-        bias.detach().copy_(held)
+        bias.detach().copy_(saved)
 
 
-def _of_unit_vectors(projection: Any, width: int, dtype: torch.dtype) -> Tensor:
+def _matrix_from_unit_vectors(projection: Any, width: int, dtype: torch.dtype) -> Tensor:
     device = next(iter([*projection.parameters(), *projection.buffers()])).device
     with torch.inference_mode():
-        return _applied(projection)(torch.eye(width, dtype=dtype, device=device)).T
+        return _linear_map(projection)(torch.eye(width, dtype=dtype, device=device)).T
 
 
-def _own(weight: Any) -> bool:
-    """Whether a weight is a tensor of a class that knows what it stands for."""
+def _has_dequantize(weight: Any) -> bool:
+    """Return whether a weight is a tensor of a class with a `dequantize` of its own."""
     return getattr(type(weight), "dequantize", Tensor.dequantize) is not Tensor.dequantize
 
 
 def _dequantised(projection: Any) -> Tensor | None:
-    """What a weight says its values are; None where it is of no such class, or is not all that its projection is."""
+    """Return the dequantised values of a weight.
+
+    None for another class, or where the projection has more than a weight.
+    """
     weight: Any = getattr(projection, "weight", None)
-    if not _own(weight) or list(projection.children()):
+    if not _has_dequantize(weight) or list(projection.children()):
         return None
-    found = weight.dequantize().detach()  # the values, as a subclass itself cannot be detached while inferring
-    return cast("Tensor", found) if found.is_floating_point() and found.shape == weight.shape else None
+    values = weight.dequantize().detach()  # the values, as a subclass itself cannot be detached while inferring
+    return cast("Tensor", values) if values.is_floating_point() and values.shape == weight.shape else None

@@ -1,4 +1,4 @@
-"""The ways to quantise weights that transformers reads, each with the package that it needs. No torch here."""
+"""Methods of weight quantisation that transformers reads, each with the package that it needs. No torch here."""
 
 from __future__ import annotations
 
@@ -24,49 +24,54 @@ PACKAGES: Mapping[str, str] = {
     "torchao": "torchao",
     "vptq": "vptq",
 }
-"""transformers' quant_method -> what pip installs for it; what is not here needs nothing, or says so itself."""
+"""transformers' quant_method -> package on PyPI; other methods need none, or report it themselves."""
 _MODULES = {"optimum-quanto": "optimum.quanto", "flute-kernel": "flute"}
-"""Where it is imported by another name than its own."""
+"""Package -> import name, where they differ."""
 
 
-def method(about: Any) -> str:
-    """The quant_method of a `quantization_config`, as an object or as JSON has it."""
-    held = as_dict(about)
-    named = held.get("quant_method") or ("bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & held.keys() else "")
+def quant_method(about: Any) -> str:
+    """Return the quant_method of a `quantization_config`, given as an object or as a dictionary."""
+    document = as_dict(about)
+    named = document.get("quant_method") or (
+        "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & document.keys() else ""
+    )
     return str(getattr(named, "value", named)).removesuffix("_4bit").removesuffix("_8bit")
 
 
 def kind(about: Any) -> str:
-    """For example `bitsandbytes int4`, `torchao Int8WeightOnly`."""
-    held = as_dict(about)
-    bits = 4 if held.get("load_in_4bit") else 8 if held.get("load_in_8bit") else held.get("bits")
-    said = f"int{bits}" if bits else held.get("weights") or _of_torchao(held.get("quant_type"))
-    return " ".join(filter(None, (method(held) or "quantised", str(said or ""))))
+    """Return a description, for example `bitsandbytes int4`, `torchao Int8WeightOnly`."""
+    document = as_dict(about)
+    bits = 4 if document.get("load_in_4bit") else 8 if document.get("load_in_8bit") else document.get("bits")
+    detail = f"int{bits}" if bits else document.get("weights") or _torchao_kind(document.get("quant_type"))
+    return " ".join(filter(None, (quant_method(document) or "quantised", str(detail or ""))))
 
 
 def check_installed(config: Any, name: str) -> None:
-    """Raise ModelError where the package that reads a model's quantised weights is not there."""
+    """Raise ModelError where the package that reads a model's quantised weights is missing."""
     about = getattr(config, "quantization_config", None)
-    package = PACKAGES.get(method(about)) if about else None
-    if package is not None and not _is_there(_MODULES.get(package, package.replace("-", "_"))):
-        by = method(about)
+    package = PACKAGES.get(quant_method(about)) if about else None
+    if package is not None and not _is_installed(_MODULES.get(package, package.replace("-", "_"))):
+        by = quant_method(about)
         msg = f"model '{name}' is quantised by {by}, which needs a package that is not here: pip install {package}"
         raise ModelError(msg)
 
 
 def as_dict(about: Any) -> dict[str, Any]:
-    """A `quantization_config` as JSON has it; empty for what is none."""
+    """Return a `quantization_config` as a dictionary; empty for anything else."""
     return about if isinstance(about, dict) else about.to_dict() if hasattr(about, "to_dict") else {}
 
 
-def _of_torchao(about: Any) -> str:
-    """The kind that torchao's own configuration names, `Int8WeightOnlyConfig` or, in older ones, `int8_weight_only`."""
+def _torchao_kind(about: Any) -> str:
+    """Return the kind in torchao's own configuration.
+
+    It is `Int8WeightOnlyConfig` or, in older ones, `int8_weight_only`.
+    """
     inside = about.get("default", about) if isinstance(about, dict) else about
     named = inside.get("_type", "") if isinstance(inside, dict) else inside
     return str(named or "").removesuffix("Config")
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it

@@ -1,10 +1,8 @@
-"""A configuration that no model can have is refused before anything is made of it: its sizes would be allocated first.
+"""Checks that a model's configuration is possible and that its weights are complete and finite.
 
-transformers checks the types of some values in some versions; ranges, and what has to go together, it does not.
-
-What a tensor consists of: quantised ones hold values, scales and more in tensors of their own.
-
-A model that is not whole is refused: transformers would fill its gaps with random weights and say nothing.
+A configuration is checked before anything is made of it, as its sizes would be allocated first; transformers checks the
+types of some values in some versions, but no ranges and no dependencies. A model with missing weights is refused:
+transformers would fill the gaps with random weights and say nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from perturbkv.errors import ModelError
 from perturbkv.models import quantisers
-from perturbkv.models.sources import Source, explained
+from perturbkv.models.sources import Source, explain_errors
 
 SIZES: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": (1, 1000),
@@ -35,19 +33,21 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "num_local_experts": (1, 2**16),
     "num_experts_per_tok": (1, 2**16),
 }
-"""Key -> least and largest whole number: far beyond every model that there is. A key that is not there, or null, is
-left to transformers."""
+"""Key -> smallest and largest integer, far beyond every existing model.
+
+A missing or null key is left to transformers.
+"""
 _MUST_BE_THERE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size",
                   "max_position_embeddings")  # fmt: skip
 _FACTORS = ("query_pre_attn_scalar", "attention_multiplier", "residual_multiplier", "embedding_multiplier",
             "logits_scaling")  # fmt: skip
-"""What some families scale by."""
+"""Scaling factors of some families."""
 _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings")
-"""Of the rotations, wherever they stand."""
+"""Parameters of the rotations, at any depth."""
 
 
 def check(config: Any, name: str) -> None:
-    """Raise ModelError for the first value of a model's configuration that cannot be, which it names."""
+    """Raise ModelError for the first impossible value of a model's configuration, and name it."""
     _check_sizes(config, name)
     types = getattr(config, "layer_types", None)
     if types is not None and not (isinstance(types, list | tuple) and all(isinstance(one, str) for one in types)):
@@ -87,14 +87,14 @@ def _check_numbers(config: Any, name: str) -> None:
 
 
 def _is_quantised(about: Any) -> bool:
-    """Whether transformers knows how the weights are quantised: what it does not know it passes over."""
+    """Return whether transformers knows how the weights are quantised; what it does not know it ignores."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    return quantisers.method(about) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
+    return quantisers.quant_method(about) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of the rotations, those of each kind of layer where layers have their own."""
+    """Yield keys and values of the rotations, of every kind of layer where these differ."""
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
         yield from _rotations(value) if isinstance(value, dict) else [(key, value)]
 
@@ -117,7 +117,10 @@ def _refuse(name: str, key: str, expected: str, value: Any) -> None:
 
 
 def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that hold a tensor's numbers, each with its name: itself, or those inside a subclass of torch's."""
+    """Yield the tensors that store a tensor's numbers, with names: itself, or those inside a subclass of torch's.
+
+    Quantised tensors store values, scales and more in tensors of their own.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor.detach()
@@ -127,16 +130,16 @@ def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types that can be added up; quantised ones hold no NaN, and their scales are of these."""
+"""Dtypes that can be summed; quantised ones hold no NaN, and their scales have one of these dtypes."""
 
 
-def whole_model(source: Source, **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained` of a source in eval mode, every tensor from its files and finite.
+def load_whole_model(source: Source, **arguments: Any) -> Any:
+    """Load a source by `AutoModelForCausalLM.from_pretrained` in eval mode, every tensor from its files and finite.
 
-    Raises ModelError for files that cannot be read, and one that names the first tensor which is missing, left over,
-    of another shape, or not finite.
+    Raises ModelError for unreadable files, and with the name of the first tensor that is missing, unexpected, of
+    another shape, or not finite.
     """
-    with explained(source, "the weights"):
+    with explain_errors(source, "the weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
             source.location, **source.arguments, **arguments, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -146,7 +149,7 @@ def whole_model(source: Source, **arguments: Any) -> Any:
 
 
 def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError for stored weights of other shapes than the model's: transformers would draw them anew first."""
+    """Raise ModelError for stored weights of other shapes than the model's, which transformers would draw anew."""
     wrong = sorted(tensor for tensor in expected if stored.get(tensor, expected[tensor]) != expected[tensor])
     if wrong:
         _wholeness_refuse(
@@ -155,11 +158,14 @@ def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Map
 
 
 def _check_tensors(info: Mapping[str, Any], name: str) -> None:
-    """Hold what from_pretrained found against what the model needs; tied weights it has settled already."""
+    """Raise ModelError where from_pretrained reports missing, unexpected or mismatched tensors.
+
+    Tied weights are resolved.
+    """
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
-        tensor, found, expected = mismatched[0]
-        _wholeness_refuse(name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(found)}", len(mismatched))
+        tensor, actual, expected = mismatched[0]
+        _wholeness_refuse(name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(actual)}", len(mismatched))
     for key, problem in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         if tensors := sorted(info[key]):
             _wholeness_refuse(
@@ -177,8 +183,8 @@ def _wholeness_refuse(name: str, what: str, count: int) -> None:
 
 def check_finite(model: Any, name: str) -> None:
     """Raise ModelError for the first weight that holds NaN or Inf; one pass, waiting for the device once."""
-    held = (part for key, weight in model.named_parameters() for part in parts(key, weight))
-    weights = {key: tensor for key, tensor in held if tensor.dtype in _PLAIN}
+    tensors = (part for key, weight in model.named_parameters() for part in parts(key, weight))
+    weights = {key: tensor for key, tensor in tensors if tensor.dtype in _PLAIN}
     # a sum is finite only where all its terms are; it may overflow where they are, so a bad one is looked at closely
     sums = torch.stack([weight.sum().to("cpu", torch.float64, non_blocking=True) for weight in weights.values()])
     suspects = [key for key, fine in zip(weights, torch.isfinite(sums).tolist(), strict=True) if not fine]

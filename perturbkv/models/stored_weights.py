@@ -1,4 +1,4 @@
-"""In which types a model's weights are stored, and what a run makes of them. No torch here."""
+"""Storage types of a model's weights, and the dtype that a run computes in. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from perturbkv.errors import ModelError
 from perturbkv.models import gguf, quantisers
 from perturbkv.models.gguf import StoredTensor
-from perturbkv.models.sources import Source, explained
+from perturbkv.models.sources import Source, explain_errors
 from perturbkv.user_files import FileKind
 
 _FLOAT = re.compile(r"B?F\d")
@@ -26,14 +26,14 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 @dataclass(frozen=True)
 class Stored:
-    """How weights are stored.
+    """The storage of a model's weights.
 
     Attributes:
-        kind: the type of most of them: a dtype, a GGUF type such as Q4_1, or a way to quantise.
-        detail: more in words, where there are several types.
-        quantised: True where they are rounded to fewer levels than a floating-point type has.
-        nbytes: what they take where they are computed with as they are stored; 0 where they are computed with as
-            floats, or where that is not known before they are here.
+        kind: the type of most of them: a dtype, a GGUF type such as Q4_1, or a quantisation method.
+        detail: description of all types, where there are several.
+        quantised: whether they are rounded to fewer levels than a floating-point type has.
+        nbytes: bytes of weights that stay as they are stored during computation; 0 where they are converted to floats,
+            or where the size is not known before they are downloaded.
     """
 
     kind: str
@@ -42,25 +42,25 @@ class Stored:
     nbytes: int = 0
 
     def as_run(self, dtype: str) -> str:
-        """Storage type → the type that a run computes with; one word where they are the same."""
+        """Return storage type → dtype of the run; one word where they are the same."""
         return dtype if self.kind == dtype else f"{self.kind} → {dtype}"
 
 
-def of_gguf(tensors: Sequence[StoredTensor]) -> Stored:
-    """As a GGUF file's header says."""
+def gguf_storage(tensors: Sequence[StoredTensor]) -> Stored:
+    """Return the storage according to a GGUF file's header."""
     kind, detail = gguf.storage(tensors)
     return Stored(_NAMES.get(kind, kind), detail, gguf.is_quantised(kind))
 
 
-def of_safetensors(source: Source | None, config: Any) -> Stored:
-    """As the configuration's `quantization_config` says, or the files' headers.
+def safetensors_storage(source: Source | None, config: Any) -> Stored:
+    """Return the storage according to the configuration's `quantization_config`, or to the files' headers.
 
-    Of a hub's model, and of one without a source, the configuration's word on its dtype is taken. Raises ModelError for
-    files that cannot be read, and for weights of no floating-point type that are not quantised.
+    For a model of the hub, and for one without a source, the configuration's dtype is used. Raises ModelError for
+    unreadable files, and for weights of no floating-point type that are not quantised.
     """
     here = files(source.path) if source is not None and not source.hub_id else []
     if about := getattr(config, "quantization_config", None):
-        packed = quantisers.method(about) in quantisers.PACKAGES  # the others may be read as floats
+        packed = quantisers.quant_method(about) in quantisers.PACKAGES  # the others may be read as floats
         size = sum(file.stat().st_size for file in here) if packed else 0
         return Stored(quantisers.kind(about), _READ, quantised=True, nbytes=size)
     kinds = _kinds(source) if source is not None and here else Counter()
@@ -70,48 +70,48 @@ def of_safetensors(source: Source | None, config: Any) -> Stored:
 
 
 def shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """Weight -> shape, as the headers of its safetensors say; nothing of a GGUF file."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return weight -> shape, from the headers of the safetensors; empty for a GGUF file."""
+    weight_shapes: dict[str, tuple[int, ...]] = {}
     for file in [] if source.gguf_file else files(source.path):
-        with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-    return found
+        with explain_errors(source, "the weights"), safe_open(file, framework="numpy") as tensors:
+            weight_shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return weight_shapes
 
 
 def _kinds(source: Source) -> Counter[str]:
-    """How many tensors of each type a folder's safetensors hold."""
+    """Return the number of tensors of each type in a folder's safetensors."""
     kinds: Counter[str] = Counter()
     for file in files(source.path):
-        with explained(source, "the weights"), safe_open(file, framework="numpy") as tensors:
-            found = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
-        if wrong := next((name for name, kind in found.items() if not _FLOAT.match(kind)), ""):
+        with explain_errors(source, "the weights"), safe_open(file, framework="numpy") as tensors:
+            types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+        if wrong := next((name for name, kind in types.items() if not _FLOAT.match(kind)), ""):
             msg = (
-                f"model '{source.name}' is not whole: '{wrong}' in {file.name} is of {found[wrong]}, no floating-point "
+                f"model '{source.name}' is not whole: '{wrong}' in {file.name} is of {types[wrong]}, no floating-point "
                 "type; get its files anew, or a configuration that says how they are quantised"
             )
             raise ModelError(msg)
-        kinds.update(found.values())
+        kinds.update(types.values())
     return Counter({_NAMES.get(kind, kind): count for kind, count in kinds.items()})
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors that transformers reads: the whole, else the parts that the index names; else whatever is there.
+    """Return the safetensors that transformers reads: the single file, else the index's parts, else all in the folder.
 
-    Raises ModelError for an index that is none, and for what is no regular file.
+    Raises ModelError for an invalid index, and for anything but a regular file.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
-    found = [folder / name for name in parts(index)] if index.exists() else list(folder.glob("*.safetensors"))
-    for file in sorted(found):
+    paths = [folder / name for name in index_files(index)] if index.exists() else list(folder.glob("*.safetensors"))
+    for file in sorted(paths):
         _FILE.check(file)
-    return sorted(found)
+    return sorted(paths)
 
 
-def parts(index: Path) -> set[str]:
-    """The names that an index holds. Raises ModelError."""
-    held = _INDEX.read_json(index)
-    names = held.get("weight_map") if isinstance(held, dict) else None
+def index_files(index: Path) -> set[str]:
+    """Return the file names in an index. Raises ModelError."""
+    document = _INDEX.read_json(index)
+    names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise _INDEX.refusal(index, "one without a weight_map")
     return set(names.values())

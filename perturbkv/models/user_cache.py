@@ -1,7 +1,7 @@
-"""What is worth keeping between runs: folders in the user's cache, each there whole or not at all.
+"""Folders that are kept between runs in the user's cache, each complete or absent. No torch here.
 
-An entry is filled beside its place and renamed into it; a list of its files' sizes and CRC-32 lies in it and is held
-against them whenever it is used. No torch here.
+An entry is filled under a temporary name and renamed. A list of its files' sizes and CRC-32 is stored in it and
+verified whenever the entry is used.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ _CHUNK = 2**24
 
 
 class NotKeptError(Exception):
-    """Something cannot be kept in the cache; the message says why. The work itself can go on without it."""
+    """A failure to cache something; the message says why. The work itself can continue without the cache."""
 
 
-def place() -> Path:
-    """`PERTURBKV_CACHE`, or `perturbkv` in XDG_CACHE_HOME or in the platform's folder of caches."""
+def cache_folder() -> Path:
+    """Return the cache folder: `PERTURBKV_CACHE`, or `perturbkv` in XDG_CACHE_HOME or the platform's cache folder."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / _PLATFORM.get(sys.platform, ".cache")
     return Path(caches) / "perturbkv"
 
 
-def used() -> tuple[int, int]:
-    """How many entries there are, and the bytes of all files, those that killed processes left included."""
-    entries = list(place().glob(f"*/{_LISTING}"))
-    sizes = [file.stat().st_size for file in place().rglob("*") if file.is_file()]
+def usage() -> tuple[int, int]:
+    """Return the number of entries, and the bytes of all files, leftovers of killed processes included."""
+    entries = list(cache_folder().glob(f"*/{_LISTING}"))
+    sizes = [file.stat().st_size for file in cache_folder().rglob("*") if file.is_file()]
     return sum(not entry.parent.name.startswith(_TEMPORARY) for entry in entries), sum(sizes)
 
 
-def kept(name: str, fill: Callable[[Path], object]) -> Path:
-    """The folder of an entry; where it is missing or damaged `fill` writes its files into a new one.
+def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
+    """Return the folder of an entry; where it is missing or damaged, `fill` writes its files into a new one.
 
-    Any number of processes may ask at once: each that finds nothing fills its own, and the first to be done wins.
-    Raises NotKeptError where the cache cannot be written, and what `fill` raises; nothing is left then.
+    Several processes may call this at once: each that finds no entry fills its own, and the first to finish wins.
+    Raises NotKeptError where the cache is not writable, and whatever `fill` raises; no files are left then.
     """
-    entry = place() / name
+    entry = cache_folder() / name
     if is_whole(entry):
         return entry
-    with writing():
+    with explain_write_errors():
         beside = _temporary()
     try:
-        with writing():
+        with explain_write_errors():
             _clear_way(entry, beside)
         fill(beside)
-        with writing():
+        with explain_write_errors():
             (beside / _LISTING).write_text(json.dumps(_listing(beside), indent=1), encoding="utf-8")
             _publish(beside, entry)
     finally:
@@ -69,17 +69,17 @@ def kept(name: str, fill: Callable[[Path], object]) -> Path:
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """Around whatever writes into the cache: what the system refuses there is a NotKeptError."""
+def explain_write_errors() -> Iterator[None]:
+    """Turn the system's errors on writing into the cache into a NotKeptError."""
     try:
         yield
     except OSError as error:
-        msg = f"the cache {place()} cannot be written ({error.strerror or error})"
+        msg = f"the cache {cache_folder()} cannot be written ({error.strerror or error})"
         raise NotKeptError(msg) from error
 
 
 def is_whole(entry: Path) -> bool:
-    """True where an entry's files are those that were written, byte for byte as far as CRC-32 tells."""
+    """Return whether an entry's files are those that were written, according to their sizes and CRC-32."""
     try:
         listing = json.loads((entry / _LISTING).read_text(encoding="utf-8"))
         return bool(listing == _listing(entry))
@@ -88,7 +88,7 @@ def is_whole(entry: Path) -> bool:
 
 
 def _listing(folder: Path) -> dict[str, list[int]]:
-    """File name -> size in bytes and CRC-32."""
+    """Return file name -> size in bytes and CRC-32."""
     files = sorted(file for file in folder.iterdir() if file.name != _LISTING)
     return {file.name: [file.stat().st_size, _crc32(file)] for file in files}
 
@@ -102,7 +102,7 @@ def _crc32(file: Path) -> int:
 
 
 def _publish(beside: Path, entry: Path) -> None:
-    """Rename into place; where another process was first, its entry stays."""
+    """Rename an entry to its final name; where another process was first, its entry stays."""
     try:
         beside.rename(entry)
     except OSError:
@@ -111,21 +111,21 @@ def _publish(beside: Path, entry: Path) -> None:
 
 
 def _temporary() -> Path:
-    place().mkdir(parents=True, exist_ok=True)
+    cache_folder().mkdir(parents=True, exist_ok=True)
     _clear_leftovers()
-    return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=place()))
+    return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=cache_folder()))
 
 
 def _clear_way(entry: Path, beside: Path) -> None:
-    """Take a damaged entry away before the work, not after: another process may put a whole one there meanwhile."""
+    """Remove a damaged entry before the work, not after: another process may write a good one meanwhile."""
     if entry.exists():
         entry.rename(beside / "damaged")
         shutil.rmtree(beside / "damaged")
 
 
 def _clear_leftovers() -> None:
-    """Remove what killed processes of this machine left half filled."""
-    for leftover in place().glob(f"{_TEMPORARY}{platform.node()}-*"):
+    """Remove the unfinished entries of killed processes of this machine."""
+    for leftover in cache_folder().glob(f"{_TEMPORARY}{platform.node()}-*"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(leftover.name.split("-")[-2])):
                 shutil.rmtree(leftover, ignore_errors=True)

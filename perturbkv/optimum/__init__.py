@@ -1,1 +1,4 @@
-"""Which kept set of a given size perturbs one head least. NumPy and SciPy only; of ours it imports `configs`."""
+"""Search for the kept set of a given size that perturbs one head least.
+
+NumPy and SciPy only; imports only `configs`.
+"""

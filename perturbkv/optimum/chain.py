@@ -1,7 +1,7 @@
-"""What a method would keep without its pooling and stages, and what it would keep if it knew the query.
+"""Reference configurations of a method: without pooling and stages, and with the decoding query known.
 
-Each step of the chain method -> plain -> knowing changes one thing, so that the factors between their L tell what
-pooling and stages cost, what not knowing the query costs, and what the criterion itself does.
+Each step of the chain method -> plain -> knowing changes one thing, so that the ratios of their L are the costs of
+pooling and stages, of not knowing the query, and of the criterion itself.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.eviction import EvictionConfig
 
 _POLICY = "snapkv"
-"""Its score is the window's attention, which estimates the realised A; others' scores have no such twin."""
+"""The policy whose score is the window's attention, which estimates the realised A; other scores have no such
+reference.
+"""
 _BY_ATTENTION = ("attention", "attention-unpooled", "two-stage-uniform", "hindsight-attention")
 _BY_VALUES = ("two-stage", "hindsight")
-KNOWING = ("hindsight-attention", "hindsight")
+KNOWN_QUERY_SELECTIONS = ("hindsight-attention", "hindsight")
 """Selections that know the query."""
 
 
-def plain(config: EvictionConfig) -> EvictionConfig | None:
-    """Top-k of the window's mean Ā, or of Ā ν, with neither pooling nor stages; of hindsight itself.
+def without_pooling(config: EvictionConfig) -> EvictionConfig | None:
+    """Return top-k of the window's mean Ā, or of Ā ν, without pooling and stages; a hindsight method itself.
 
     None for a method that ranks by neither.
     """
-    if config.selection.name in KNOWING or not _ranks(config):
+    if config.selection.name in KNOWN_QUERY_SELECTIONS or not _ranks(config):
         return config if _ranks(config) else None
     if config.selection.name in _BY_VALUES:
         return replace(config, selection=_selection(config, "two-stage", alpha=0.0))
     return _unpooled(config, as_choice("attention-unpooled"))
 
 
-def knowing(config: EvictionConfig) -> EvictionConfig | None:
-    """Top-k of the realised A, or of A ν, whichever the method estimates. None for a method that estimates neither."""
+def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
+    """Return top-k of the realised A, or of A ν, whichever the method estimates.
+
+    None for a method that estimates neither.
+    """
     if not _ranks(config):
         return None
     by_values = config.selection.name in _BY_VALUES
@@ -41,14 +46,14 @@ def knowing(config: EvictionConfig) -> EvictionConfig | None:
 
 
 def with_references(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """The same, those of a budget together, and behind them what each would keep plainly and with the query known."""
+    """Return the configurations grouped by budget, each group followed by its plain and its knowing references."""
     budgets = dict.fromkeys(config.budget for config in configs)
-    found: list[EvictionConfig] = []
+    ordered: list[EvictionConfig] = []
     for budget in budgets:
         own = [config for config in configs if config.budget == budget]
-        more = [reference(config) for reference in (plain, knowing) for config in own]
-        found += [*own, *(config for config in more if config is not None)]
-    return tuple(dict.fromkeys(found))
+        more = [reference(config) for reference in (without_pooling, with_known_query) for config in own]
+        ordered += [*own, *(config for config in more if config is not None)]
+    return tuple(dict.fromkeys(ordered))
 
 
 def _ranks(config: EvictionConfig) -> bool:
@@ -56,12 +61,12 @@ def _ranks(config: EvictionConfig) -> bool:
 
 
 def _unpooled(config: EvictionConfig, selection: Choice) -> EvictionConfig:
-    """The same with a selection that pools nothing, so that how the policy pools goes unsaid."""
+    """Return the configuration with an unpooled selection, without the policy's pooling options."""
     return replace(config, selection=selection, policy=config.policy.without(config.policy.options))
 
 
 def _selection(config: EvictionConfig, name: str, **more: float) -> Choice:
-    """A selection with this one's norm, where it is told."""
+    """Return a selection with this configuration's norm, where it is not the default."""
     norm = config.selection.options.get("norm", "l1")
-    told = {**more, **({} if norm == "l1" else {"norm": norm})}
-    return as_choice(f"{name}({', '.join(f'{key}={value}' for key, value in told.items())})" if told else name)
+    options = {**more, **({} if norm == "l1" else {"norm": norm})}
+    return as_choice(f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name)

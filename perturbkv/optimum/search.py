@@ -1,8 +1,7 @@
-"""How far each of some kept sets of one head is from the best that is known, and from the best there can be.
+"""Distance of a head's kept sets from the best known set and from a proven bound: local search by swaps, and proofs.
 
-A kept set that no single swap improves: what stays is exchanged for what went as long as that lowers L.
-
-What searches for best kept sets found, of a whole run.
+A set is locally optimal where no exchange of one kept entry for one evicted entry lowers L. `FoundSets` holds the
+results of a whole run.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.optimum.exact import Floats, HeadEntries, Kept, Proof, best_set
 
 LEAST_GAIN = 1e-12
-"""Share of L that a swap has to win, so that rounding swaps nothing for ever."""
+"""Smallest relative reduction of L by a swap, so that rounding does not swap forever."""
 
 
 @dataclass(frozen=True)
 class Improved:
-    """Where swapping ended.
+    """The end of a local search.
 
     Attributes:
         kept: (entry,) the set.
         perturbation: its L.
-        settled: whether no swap helps any more; False where time ran out.
+        settled: whether no swap improves it; False where time ran out.
     """
 
     kept: Kept
@@ -40,9 +39,9 @@ class Improved:
 
 
 def improve(entries: HeadEntries, start: Kept, seconds: float) -> Improved:
-    """Swap until no swap helps, or for so many seconds; the set never becomes worse.
+    """Swap entries until no swap helps, or for so many seconds; L never increases.
 
-    Every kept free entry in turn goes for the one whose coming lowers L most.
+    Every kept free entry in turn is exchanged for the entry that lowers L most.
     """
     end, kept, best = time.monotonic() + seconds, start.copy(), entries.perturbation(start)
     places, unchanged, turn = entries.free[start[entries.free]].tolist(), 0, 0
@@ -50,42 +49,42 @@ def improve(entries: HeadEntries, start: Kept, seconds: float) -> Improved:
         if time.monotonic() > end:
             return Improved(kept, best, settled=False)
         slot = turn % len(places)
-        found = _with(entries, kept, places[slot])
-        coming = int(np.argmin(found))
+        perturbations = _swap_perturbations(entries, kept, places[slot])
+        coming = int(np.argmin(perturbations))
         turn, unchanged = turn + 1, unchanged + 1
-        if found[coming] < best * (1 - LEAST_GAIN):
+        if perturbations[coming] < best * (1 - LEAST_GAIN):
             kept[places[slot]], kept[coming] = False, True
             places[slot], unchanged, best = coming, 0, entries.perturbation(kept)
     return Improved(kept, best, settled=True)
 
 
-def _with(entries: HeadEntries, kept: Kept, going: int) -> Floats:
-    """(entry,) L where each entry comes for the one that goes; infinite for those that are there."""
+def _swap_perturbations(entries: HeadEntries, kept: Kept, going: int) -> Floats:
+    """Return (entry,) L after each entry replaces the one that goes; infinite for entries that are kept already."""
     others = kept.copy()
     others[going] = False
-    distance = cdist(-entries.moved(others)[None], entries.brings, "cityblock")[0]
-    found: Floats = distance / (entries.mass(others) + entries.attention)
-    found[kept] = np.inf
-    return found
+    distance = cdist(-entries.numerator(others)[None], entries.contributions, "cityblock")[0]
+    perturbations: Floats = distance / (entries.mass(others) + entries.attention)
+    perturbations[kept] = np.inf
+    return perturbations
 
 
 _STARTS = 20
-"""Random sets that a small head's search begins from, beside the given ones."""
+"""Number of random sets from which the search of a small head starts, besides the given ones."""
 
 
 @dataclass(frozen=True)
 class HeadSearch:
-    """What was found of one head.
+    """The result of a search on one head.
 
     Attributes:
-        entries, kept: how many there are, and how many stay in every set; the decoding token in both.
+        entries, kept: number of entries, and of entries in every set; both include the decoding token.
         perturbation: L of each given set.
         improved: L of the best given set after swaps, or of the best of all starts of a small head.
         settled: whether no swap improves that set.
-        best: the least L that is known, in L1.
-        lower: L that no set of this size is below; None where no proof was tried.
-        closed: whether `best` is proven to be the least.
-        positions: what the best known set keeps, ascending.
+        best: the smallest known L, in L1.
+        lower: lower bound of L over all sets of this size; None where no proof was tried.
+        closed: whether `best` is proven to be the minimum.
+        positions: positions in the best known set, ascending.
     """
 
     entries: int
@@ -100,29 +99,29 @@ class HeadSearch:
 
 
 def search(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSearch:
-    """Swaps from the best of the given sets, until none helps or for so many seconds.
+    """Improve the best of the given sets by swaps, until none helps or for so many seconds.
 
     Raises ValueError where the sets differ in size.
     """
-    found = [entries.perturbation(kept) for kept in _of_one_size(sets)]
-    better = improve(entries, sets[int(np.argmin(found))], seconds)
-    return _told(entries, found, better, better.kept, better.perturbation, None)
+    perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
+    better = improve(entries, sets[int(np.argmin(perturbations))], seconds)
+    return _head_search(entries, perturbations, better, better.kept, better.perturbation, None)
 
 
 def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int) -> HeadSearch:
-    """The best of all sets of this size, by swaps from the given and from random sets, then by integer programs.
+    """Return the best of all sets of this size, by swaps from the given and from random sets, then by integer programs.
 
     Raises ValueError where the sets differ in size.
     """
-    found = [entries.perturbation(kept) for kept in _of_one_size(sets)]
+    perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
     draw, free = np.random.default_rng(seed), int(sets[0].sum() - entries.always.sum())
-    starts = [*sets, *(entries.of_free(draw.choice(entries.free, free, replace=False)) for _ in range(_STARTS))]
+    starts = [*sets, *(entries.with_free(draw.choice(entries.free, free, replace=False)) for _ in range(_STARTS))]
     improved = min((improve(entries, start, seconds) for start in starts), key=lambda one: one.perturbation)
     proof = best_set(entries, improved.kept, seconds)
-    return _told(entries, found, improved, proof.kept, proof.perturbation, proof)
+    return _head_search(entries, perturbations, improved, proof.kept, proof.perturbation, proof)
 
 
-def _of_one_size(sets: Sequence[Kept]) -> Sequence[Kept]:
+def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
     sizes = sorted({int(kept.sum()) for kept in sets})
     if len(sizes) != 1:
         msg = f"expected kept sets of one size, got {sizes}"
@@ -130,7 +129,7 @@ def _of_one_size(sets: Sequence[Kept]) -> Sequence[Kept]:
     return sets
 
 
-def _told(
+def _head_search(
     entries: HeadEntries, found: Sequence[float], improved: Improved, kept: Kept, best: float, proof: Proof | None
 ) -> HeadSearch:
     return HeadSearch(
@@ -147,18 +146,18 @@ def _told(
 
 
 PROMPT, PREFIX = "prompt", "prefix"
-"""What a search is of: a whole prompt, or a few tokens of it."""
+"""Part of a sample that a search covers: the whole prompt, or its first tokens."""
 
 
 @dataclass(frozen=True)
 class FoundSets:
-    """The lines of a run, an object per prompt.
+    """The search results of a run, one object per prompt.
 
     Attributes:
-        run: what was run; every budget holds the same methods in the same order, the hindsight ones among them.
-        rows: per prompt its name under `sample`, and under `heads` an object per head, budget and part: `part`,
-            `budget`, `layer`, `head`, and the fields of `HeadSearch`, whose `perturbation` is in the methods' order.
-        asked: how heads were searched.
+        run: configuration of the run; every budget has the same methods in the same order, the hindsight ones included.
+        rows: per prompt its id under `sample`, and under `heads` an object per head, budget and part: `part`, `budget`,
+            `layer`, `head`, and the fields of `HeadSearch`, whose `perturbation` is in the methods' order.
+        asked: settings of the search.
         made_with: provenance.
     """
 
@@ -169,5 +168,5 @@ class FoundSets:
 
     @property
     def digest(self) -> str:
-        """Of the rows, short."""
+        """Short digest of the rows."""
         return hashlib.sha256(json.dumps(list(self.rows)).encode()).hexdigest()[:12]

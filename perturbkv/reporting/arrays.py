@@ -1,7 +1,4 @@
-"""The arrays of one trace's part of a page, held as blocks: means, pairs, drift, single samples, decode steps.
-
-Each configuration by itself: its sums, its drift, KL and the next token, what its cache holds.
-"""
+"""The arrays of one trace's part of a page: means, totals, pairs, drift, single samples and decode steps."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import sum_ratio
 from perturbkv.analyses.layers import drift
-from perturbkv.analyses.measurements import Floats, byte_shares, held_shares, measured_steps, values
+from perturbkv.analyses.measurements import Floats, Measurements, byte_shares, held_shares, measured_steps, values
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import POSITIVE, over_prompts, share_of
 from perturbkv.analyses.verdicts import DISTANCES
@@ -37,7 +34,7 @@ from perturbkv.trace import Trace
 
 
 def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
-    """Label, side, budget, and what the cache holds over the full one, in entries and in bytes; NaN where unknown."""
+    """Return each configuration's label, side, budget, and its cache's share of entries and bytes, NaN if unknown."""
     held, size = held_shares(trace, ANALYSIS), _bytes(trace)
     return [
         {"label": line(config.label()), "side": side, "budget": budget, "held": float(entries), "bytes": float(share)}
@@ -48,7 +45,10 @@ def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
 
 
 def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats:
-    """(config, 3) Σ over heads and samples over Σ of the outputs' norms, else the mean over heads; with intervals."""
+    """Return (config, 3): Σ over heads and samples over Σ of the outputs' norms, with intervals.
+
+    Where the measure has no norm it is the mean over heads.
+    """
     if measure.norm is None:
         kind = share_of(0) if measure.kind == SHARE else POSITIVE
         found = [over_prompts(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
@@ -61,49 +61,51 @@ def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats
 
 
 def kl(trace: Trace) -> Floats:
-    """(config, 3) median over samples of KL(full ‖ evicted), nat, with its interval."""
+    """Return (config, 3): median over samples of KL(full ‖ evicted), nat, with its interval."""
     found = values(trace, "logit_kl", ANALYSIS, 0)
     return with_band(np.median(found, axis=0), intervals.of_medians(found))
 
 
 def kl_floor(trace: Trace) -> float:
-    """Median over samples of KL with everything kept, nat."""
+    """Return the median over samples of KL with everything kept, nat."""
     return float(np.median(values(trace, "logit_kl_noise_floor", ANALYSIS, 0)))
 
 
 def top1(trace: Trace) -> Floats:
-    """(config, 3) the share of samples with the same next token, with its exact interval."""
+    """Return (config, 3): the share of samples with the same next token, with its exact interval."""
     found = values(trace, "top1_agreement", ANALYSIS, 0) > 0
     return np.array([with_ends(float(one.mean()), intervals.of_samples(one)) for one in found.T])
 
 
 def drifts(trace: Trace) -> Floats:
-    """(distance, sample, config, layer) drift after each layer."""
-    return np.stack([drift.distances(trace, distance, ANALYSIS, 0) for distance in DISTANCES])
+    """Return the drift after each layer (distance, sample, config, layer)."""
+    measured = Measurements(trace, ANALYSIS)
+    return np.stack([drift.distances(measured, distance) for distance in DISTANCES])
 
 
 def drift_means(each: Floats) -> Floats:
-    """(distance, config, layer, 3) mean drift with intervals, of `drifts`."""
+    """Return the mean of `drifts` with intervals (distance, config, layer, 3)."""
     return np.stack([
         np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in each
     ])  # fmt: skip
 
 
 def drift_floors(trace: Trace) -> Floats:
-    """(distance, layer) mean noise floor of drift; NaN where the trace has none of the distance."""
-    found = [drift.floors(trace, distance, ANALYSIS, 0) for distance in DISTANCES]
+    """Return the mean noise floor of drift (distance, layer); NaN where the trace has none of the distance."""
+    measured = Measurements(trace, ANALYSIS)
+    each = [drift.floors(measured, distance) for distance in DISTANCES]
     nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
-    return np.stack([nothing if one is None else one.mean(axis=0) for one in found])
+    return np.stack([nothing if floor is None else floor.mean(axis=0) for floor in each])
 
 
 def evicted_nothing(trace: Trace) -> Sequence[str]:
-    """Labels of configurations whose budget covered every sample's prompt."""
+    """Return the labels of configurations whose budget covered every sample's prompt."""
     moved = values(trace, "evicted", ANALYSIS).max(axis=0) > 0
     return [config.label() for config, any_went in zip(trace.run.configs, moved.tolist(), strict=True) if not any_went]
 
 
 def _bytes(trace: Trace) -> Floats:
-    """(config,) bytes held over those of the full cache in 16 bits; NaN where the trace does not tell."""
+    """Return (config,) cache bytes over those of the full cache in 16 bits; NaN where the trace does not have them."""
     try:
         return byte_shares(trace, ANALYSIS)
     except TraceError:
@@ -111,27 +113,28 @@ def _bytes(trace: Trace) -> Floats:
 
 
 def _mean_of_heads(each: Floats) -> Floats:
-    """(sample,) mean of (sample, layer, head) over the heads that are defined; NaN where none is."""
+    """Return the mean (sample,) of (sample, layer, head) over the heads that are not NaN; NaN where all are."""
     held = ~np.isnan(each)
     counts = held.sum(axis=(1, 2))
     return np.asarray(np.where(held, each, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
 
 
 _MOST_STEPS, _MOST_SAMPLES = 0.5, 0.75
-"""Of the room that is left, what steps and single samples may take: the rest is for what heads keep."""
+"""Shares of the remaining bytes that steps and single samples may take: the rest is for kept sets."""
 _LEAST_SAMPLES = 2
-"""Measures whose single samples every page holds."""
+"""Measures whose single samples every page has."""
 _LEFT_OUT = "left out to keep the page small; --full keeps them"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is worked on: a trace whose kept sets are compared by digests, its measures, its sides.
+    """A trace with its measures and sides, as the arrays are computed from them.
 
     Attributes:
-        trace: as it was given.
-        quick: the same for comparisons; None where kept sets cannot be compared.
-        measures: that it holds; `each` of them is (sample, config, layer, head).
+        trace: the trace as it was given.
+        quick: the trace with digests instead of kept sets; None where kept sets cannot be compared.
+        measures: the measures that it has.
+        each: per measure (sample, config, layer, head).
         sides, start: its configurations, and what is shown first.
     """
 
@@ -144,12 +147,15 @@ class Measured:
 
     @property
     def verdicts(self) -> list[str]:
-        """Keys of the measures that have verdicts."""
+        """The keys of the measures that have verdicts."""
         return [one.key for one in self.measures if one.source]
 
 
 def put_arrays(made: Measured, blocks: Blocks) -> dict[str, Compared]:
-    """All arrays but those of steps and single samples, held in `blocks`; measure -> how its pairs compare."""
+    """Store all arrays but those of steps and single samples in `blocks`.
+
+    Return measure -> the comparison of its pairs.
+    """
     means, totals, floors = [], [], []
     compared: dict[str, Compared] = {}
     same = same_sets(made.quick, made.sides.pairs) if made.quick and made.sides.pairs else None
@@ -190,12 +196,13 @@ def _drift(made: Measured, blocks: Blocks, same: Same | None) -> None:
 
 
 def _floor(trace: Trace, measure: Measure) -> Floats:
-    """(layer, head) mean noise floor of a perturbation."""
-    return np.asarray(head_comparison.with_floor(trace, measure.source, measure.distance, 0)[1].mean(axis=0))
+    """Return the mean noise floor (layer, head) of a perturbation."""
+    measured = Measurements(trace, "report")
+    return np.asarray(head_comparison.with_floor(measured, measure.source, measure.distance)[1].mean(axis=0))
 
 
 def put_steps(made: Measured, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
-    """The means of every step, where there is more than one."""
+    """Store the means of every step, where there is more than one."""
     if int(measured_steps(made.trace).max()) < 2:
         return {}
     stepped = [one for one in made.measures if one.key in STEPPED]
@@ -208,7 +215,7 @@ def put_steps(made: Measured, blocks: Blocks, lacks: dict[str, str]) -> dict[str
 
 
 def put_samples(made: Measured, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
-    """The measures of every sample: all of them, or as many as leave room for what heads keep, the first ones first."""
+    """Store the measures of every sample: all if `full`, else the first ones that leave bytes for kept sets."""
     if full:
         blocks.floats("sample", np.stack([each.astype(np.float32) for each in made.each]))
         blocks.arrays["sample"]["measures"] = list(range(len(made.each)))

@@ -1,9 +1,4 @@
-"""What stands at the head of a page: which run this is, and what to keep in mind while reading it.
-
-What the full and the evicted caches answered, and how good that was.
-
-What a page cannot show, as its trace does not hold it, and which command records it.
-"""
+"""The facts of a page: which run it shows, its warnings, its answers and their scores, and what its trace lacks."""
 
 from __future__ import annotations
 
@@ -33,17 +28,17 @@ from perturbkv.user_files import parse_json
 _NAMED = 4
 """Configurations that a warning names."""
 _WORTH_SAYING = 0.01
-"""A share of tied heads that a warning tells."""
+"""The share of tied heads from which a warning mentions them."""
 Fact = tuple[str, str]
 
 
 def title_of(trace: Trace) -> str:
-    """Model and data set."""
+    """Return model and data set."""
     return line(f"{trace.run.model} · {trace.run.dataset}")
 
 
 def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
-    """Label and value of everything that a reader needs to find the run again; what is usual goes unsaid."""
+    """Return label and value of everything that identifies the run; defaults are left out."""
     run = identity(trace, trace.run.configs)
     told = {
         "Model": run.model,
@@ -54,7 +49,7 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Samples": counted(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
         "Configurations": _configurations(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
-        "Held / full": _held(trace),
+        "Held / full": _cache_shares(trace),
         "Noise floor": _floor(trace),
         "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,
@@ -63,7 +58,10 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
 
 
 def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tuple[str, ...]:
-    """What to keep in mind; `tied`: the share of heads whose propagated verdict is a tie in the pair shown first."""
+    """Return the page's warnings.
+
+    `tied`: the share of heads whose propagated verdict is a tie in the pair that is shown first.
+    """
     found = [
         _random(trace),
         _failed(trace),
@@ -81,12 +79,12 @@ def _configurations(trace: Trace, sides: Sides) -> str:
     return str(count) if len(sides.budgets) == 1 else f"{count}: {len(sides.names)} at {len(sides.budgets)} budgets"
 
 
-def _held(trace: Trace) -> str:
+def _cache_shares(trace: Trace) -> str:
     shares = held_shares(trace, ANALYSIS)
     known = shares[~np.isnan(shares)]
     if not known.size:
         return ""
-    ends = [text.held(float(end)) for end in (known.min(), known.max())]
+    ends = [text.cache_share(float(end)) for end in (known.min(), known.max())]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
@@ -116,11 +114,11 @@ def _few(samples: int) -> str:
         return "One sample: no number here has an interval."
     if samples >= LEAST:
         return ""
-    return f"{samples} samples, too few for 95 % intervals; instead: {text.ABOUT_RANGES}."
+    return f"{samples} samples, too few for 95 % intervals; instead: {text.RANGES_NOTE}."
 
 
 def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
-    """Where σ of the treatment that is shown first is at most 0.5, budget by budget."""
+    """Return a warning where the first treatment's σ is at most 0.5 in some heads, budget by budget."""
     sigma = values(trace, "sigma_stage1", ANALYSIS, 0).mean(axis=0)
     places = [(budget, sides.config(start.treatment, place)) for place, budget in enumerate(sides.budgets)]
     counts = [(budget, int((sigma[place] <= EVIDENCE).sum())) for budget, place in places if place is not None]
@@ -149,12 +147,12 @@ def _nothing_evicted(trace: Trace) -> str:
 
 
 _UNITS = {"digits": "digits found", "score": "score"}
-"""Variable -> what it is called: where a number is asked for, its leading digits tell more than right and wrong."""
+"""Variable -> its name: where a number is asked for, the share of leading digits is finer than right or wrong."""
 _TEXTS = ("answer_full", "answer", "expected_answers")
 
 
 def answers(trace: Trace) -> dict[str, Any] | None:
-    """The page's `answers`; None where the trace holds neither scores nor texts."""
+    """Return the page's `answers`; None where the trace has neither scores nor texts."""
     name = next((one for one in _UNITS if one in trace.arrays), None)
     texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
     if name is None and not texts:
@@ -180,7 +178,7 @@ def answers(trace: Trace) -> dict[str, Any] | None:
 
 
 def has_texts(trace: Trace) -> bool:
-    """Whether the trace holds what was answered, not only how good it was."""
+    """Return whether the trace has the answers' text, beyond their scores."""
     return {"answer_full", "answer"} <= set(trace.arrays)
 
 
@@ -197,7 +195,7 @@ def _texts(texts: NDArray[np.generic] | None) -> list[str] | None:
 
 
 def _expected(document: Any) -> list[str]:
-    """A sample's accepted answers, of the JSON list that the trace holds; of another text that text."""
+    """Return a sample's accepted answers from the trace's JSON list; a text that is no JSON is a single answer."""
     try:
         found = parse_json(str(document) or "[]")
     except ValueError:
@@ -206,7 +204,10 @@ def _expected(document: Any) -> list[str]:
 
 
 def _mean(scores: Floats | None) -> list[Any] | None:
-    """The mean over graded samples, its ends and whether they are an interval or a range; of right and wrong exact."""
+    """Return the mean over graded samples, its ends, and their kind: interval or range.
+
+    The interval is exact where all scores are 0 or 1.
+    """
     if scores is None:
         return None
     graded = scores[~np.isnan(scores)]
@@ -221,13 +222,13 @@ _NEEDED = {
     "attention": "attention_full",
     "distances": "perturbation_propagated_cosine",
 }
-"""Part of the page -> the variable without which there is none."""
+"""Part of the page -> the variable that it needs."""
 
 
 def lacking(trace: Trace, pairs: int) -> dict[str, str]:
-    """Part of the page -> the sentence that says what to run; only of parts that the trace has nothing for.
+    """Return part of the page -> the sentence that says what to run, for parts without data in the trace.
 
-    `pairs`: how many pairs of configurations it has.
+    `pairs`: the number of its pairs of configurations.
     """
     found = {part: _why(trace, variable) for part, variable in _NEEDED.items()}
     found |= {"kept": trace.why_without_kept(), "prompt": why_without_text(trace), "answers": _ungraded(trace)}
@@ -237,7 +238,7 @@ def lacking(trace: Trace, pairs: int) -> dict[str, str]:
 
 
 def _one_side(trace: Trace) -> str:
-    """What to run for something to compare with."""
+    """Return the command that measures a configuration to compare with."""
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
         f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "

@@ -1,4 +1,4 @@
-"""What a page can show of each head: the measures that a trace holds, sample by sample, and their means."""
+"""Measures of a head on a page: which ones a trace has, sample by sample, and their means."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from perturbkv.trace import Trace
 ANALYSIS = "report"
 PERTURBATION, BOUND, SHARE, DISTANCE = "perturbation", "bound", "share", "distance"
 _WHOLE = 1e-12
-"""A retained mass this near to 1 is 1: nothing that has attention went."""
+"""A retained mass this near to 1 is 1: no entry with attention was evicted."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One quantity of a head.
+    """A quantity of a head.
 
     Attributes:
-        key, name, unit, about: what the page calls it, and a sentence that explains it.
+        key, name, unit, about: its id, names on the page, and a sentence that explains it.
         kind: perturbation, bound, share or distance.
-        variable: of the trace; of `gone_distance` the isolated perturbation, from which it is made.
-        distance: l1, l2 or cosine; empty of shares.
-        source: of a perturbation `isolated` or `propagated`; empty of what has no noise floor and so no verdicts.
+        variable: the trace's variable; of `gone_distance` the isolated perturbation, from which it is computed.
+        distance: l1, l2 or cosine; empty for shares.
+        source: for a perturbation `isolated` or `propagated`; empty without a noise floor, and so without verdicts.
     """
 
     key: str
@@ -47,16 +47,16 @@ class Measure:
 
     @property
     def norm(self) -> str | None:
-        """The variable that sums of it are held against; None where means are shown instead."""
+        """The variable that its sums are divided by; None where means are shown instead."""
         unit = distance_of(self.distance or "l1")
         return None if self.kind in (SHARE, DISTANCE) or unit.angular else f"output_norm{unit.suffix}"
 
     def scale(self, each: Floats) -> Scale:
-        """The scale that its values are written on."""
+        """Return the scale of its values' codes."""
         return linear_scale(each) if self.kind == SHARE else log_scale(each)
 
     def to_dict(self, ties: int | None) -> dict[str, Any]:
-        """As the page's JSON holds it; `ties`: its place among the measures with verdicts."""
+        """Return the measure for the page's JSON; `ties`: its index among the measures with verdicts."""
         told = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance", "less", "about")}
         return {**told, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
 
@@ -97,32 +97,32 @@ MEASURES = (
         "How unlike what stays is what goes: the isolated perturbation over the attention 1 − S that goes.", "l1",
     ),
 )  # fmt: skip
-"""In the order in which a page lists them."""
+"""All measures in the page's order."""
 STEPPED = ("isolated", "propagated", "retained_mass", "sigma_stage1")
-"""Those that are shown step by step."""
+"""Measures that are shown step by step."""
 FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat", "theta", "gone_distance")
-"""Those whose single samples a page holds before those of the others, where it has not room for all."""
+"""Measures whose single samples have priority where a page has not enough bytes for all."""
 
 
 def held_measures(trace: Trace) -> tuple[Measure, ...]:
-    """The measures that a trace holds, with the noise floor of those that have one."""
+    """Return the measures that a trace has, with the noise floor of those that need one."""
     return tuple(one for one in MEASURES if {one.variable, *_floors(one)} <= set(trace.arrays))
 
 
 def each_of(trace: Trace, measure: Measure) -> Floats:
-    """(sample, config, layer, head) at the first decode step. Raises TraceError as `measurements.values`."""
+    """Return (sample, config, layer, head) at the first decode step. Raises TraceError as `measurements.values`."""
     found = values(trace, measure.variable, ANALYSIS, 0)
     return _gone(trace, found) if measure.kind == DISTANCE else found
 
 
 def mean_of(each: Floats) -> Floats:
-    """(config, layer, head) mean over the samples that are defined; NaN where none is."""
+    """Return the mean (config, layer, head) over the samples that are not NaN; NaN where all are."""
     held = ~np.isnan(each)
     return each.mean(axis=0) if held.all() else np.asarray(ratio(np.where(held, each, 0).sum(axis=0), held.sum(axis=0)))
 
 
 def by_step(trace: Trace, measure: Measure) -> Floats:
-    """(config, step, layer, head) mean over the samples that have the step, up to the last that any has."""
+    """Return the mean (config, step, layer, head) over the samples that have the step, up to the last step of any."""
     counts = measured_steps(trace)
     most = int(counts.max())
     found = values(trace, measure.variable, ANALYSIS)[:, :, :most]
@@ -136,9 +136,9 @@ def _floors(measure: Measure) -> list[str]:
 
 
 def _gone(trace: Trace, isolated: Floats) -> Floats:
-    """‖μ_gone − μ_kept‖₁ = L / (1 − S) (METHOD: what goes and what stays); NaN where S = 1.
+    """Return ‖μ_gone − μ_kept‖₁ = L / (1 − S) (METHOD: what goes and what stays); NaN where S = 1.
 
-    NaN too where entries are stored in few bits, or outputs are corrected: L is then not of what went alone.
+    NaN too where entries are stored in few bits, or outputs are corrected: L is then not of evicted entries alone.
     """
     gone = 1 - values(trace, "retained_mass", ANALYSIS, 0)
     exact = np.array([config.evicts_alone for config in trace.run.configs])[:, None, None]

@@ -1,12 +1,9 @@
-"""A payload as one HTML page: nothing is loaded from elsewhere, and text from outside is never markup.
+"""Rendering a payload as one HTML page that loads nothing and in which foreign text is never markup.
 
-Our ES modules as one inline module, as a page from disk cannot import its neighbours.
-
-Each module becomes a function that is called once and gives its exports; imports become destructurings of those. What
-is supported is what we write: `import { a, b as c } from "./x.js";` and `export` before a function, class or const,
-each at the beginning of a line.
-
-The page's content security policy: no network at all, and no script or style but those written here.
+A page from disk cannot import its neighbours, so the ES modules become one inline module: each module is a function
+that is called once and returns its exports; imports are destructurings of those. Supported are the forms that the
+modules use: `import { a, b as c } from "./x.js";` and `export` before a function, class or const, each at the beginning
+of a line. The content security policy allows no network, and no script or style but those in the page.
 """
 
 from __future__ import annotations
@@ -34,16 +31,16 @@ _OTHER = re.compile(r"^[ \t]*(?:import|export)\b[^\n]*|\bimport\s*[(.][^\n]*", r
 _NAMED = re.compile(r"([\w$]+)(?:\s+as\s+([\w$]+))?")
 _ENDS_A_SCRIPT = re.compile(r"</script|<!--|<script", re.IGNORECASE)
 Read = Callable[[str], str]
-"""Gives the source of a module by its file name; raises FileNotFoundError for one that is not there."""
+"""Returns the source of a module by its file name; raises FileNotFoundError for a missing one."""
 
 
 class ModuleError(ValueError):
-    """A module that cannot be joined with the others: the message says which, and what it has."""
+    """A module that cannot be bundled: the message names it and the form that is not supported."""
 
 
 @dataclass(frozen=True)
 class _Module:
-    """One source: what it imports from where, as (name there, name here), what it exports, and the rest."""
+    """A module: its imports by source, as (name there, name here), its exports, and the rest of its code."""
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     exports: tuple[str, ...]
@@ -51,15 +48,15 @@ class _Module:
 
 
 def joined(read: Read, entry: str = "main.js") -> str:
-    """One module that does what the entry does.
+    """Return one module that is equivalent to the entry and everything that it imports.
 
     Args:
-        read: the modules' sources.
+        read: reads a module's source.
         entry: file name of the first one.
 
     Raises:
-        ModuleError: for a form that is not supported, a module or name that is not there, modules that import each
-            other, and text that would end the inline script.
+        ModuleError: for a form that is not supported, a missing module or name, circular imports, and text that would
+            end the inline script.
     """
     found: dict[str, _Module] = {}
     _collect(read, entry, (), found)
@@ -67,7 +64,7 @@ def joined(read: Read, entry: str = "main.js") -> str:
 
 
 def check_inline(name: str, source: str) -> str:
-    """The source. Raises ModuleError for text that an HTML page reads as the end of a script, or changes."""
+    """Return the source. Raises ModuleError for text that an HTML page reads as the end of a script, or changes."""
     if ends := _ENDS_A_SCRIPT.search(source):
         msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
         raise ModuleError(msg)
@@ -78,7 +75,7 @@ def check_inline(name: str, source: str) -> str:
 
 
 def _collect(read: Read, name: str, way: tuple[str, ...], found: dict[str, _Module]) -> None:
-    """Put a module behind everything that it imports."""
+    """Append a module to `found` after everything that it imports."""
     if name in way:
         msg = f"modules import each other: {' → '.join((*way[way.index(name) :], name))}"
         raise ModuleError(msg)
@@ -123,7 +120,7 @@ def _names(name: str, listed: str) -> tuple[tuple[str, str], ...]:
 
 
 def _wrapped(name: str, module: _Module) -> str:
-    """The module as a function that is called at once and whose result later ones take apart."""
+    """Return the module as a function that is called at once, and whose result later modules destructure."""
     taken = "".join(
         f"const {{ {', '.join(f'{there}: {here}' for there, here in names)} }} = {_variable(other)};\n"
         for other, names in module.imports
@@ -137,7 +134,7 @@ def _variable(name: str) -> str:
 
 
 PLOT_CLASS = "plot-d6a7b5"
-"""The class of Plot's figures where none is asked for. Another one is another text, which the policy refuses."""
+"""The default class of Plot's figures. Another one is another text, which the policy refuses."""
 _FIGURE = """\
 :where(.{name}) {{
   --plot-background: white;
@@ -202,11 +199,11 @@ _IN_COLUMNS = """\
 PLOT_STYLES = tuple(
     text.format(name=PLOT_CLASS) for text in (_FIGURE, _RAMP, _SWATCHES + _WRAPPED, _SWATCHES + _IN_COLUMNS)
 )
-"""What Plot writes into the `<style>` of its figures, its colour ramps and its swatches, in lines or in columns."""
+"""The `<style>` texts of Plot's figures, its colour ramps and its swatches, in lines or in columns."""
 
 
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """The policy that lets exactly these inline scripts and styles, and Plot's own styles, be used.
+    """Return the policy that allows exactly these inline scripts and styles, and Plot's own styles.
 
     Args:
         scripts: text between the tags of each inline script.
@@ -227,35 +224,35 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def _policy_source(text: str) -> str:
-    """`'sha256-…'` of an inline script or style; browsers hash its UTF-8."""
+    """Return `'sha256-…'` of an inline script or style; browsers hash its UTF-8."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 _PAGE, _VENDOR = files("perturbkv.reporting") / "page", files("perturbkv.reporting") / "vendor"
 _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
-"""What a JSON document writes otherwise, so that no text in it ends its script."""
+"""Escapes in a JSON document, so that no text in it ends its script."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _TAKEN = frozenset(
     "main page choose verdict map scatter head prompt layers assumption budgets ablation answers".split()
 )
-"""Ids of the page's own parts."""
+"""Ids of the page's own elements."""
 LIBRARIES = ("d3.min.js", "plot.min.js")
-"""Files of `vendor/`, in the order that they need each other."""
+"""Files of `vendor/`, in the order of their dependencies."""
 
 
 def page(payload: Payload) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        payload: what it shows.
+        payload: the contents.
 
     Returns:
-        HTML, in UTF-8 to be written.
+        HTML, to be written as UTF-8.
 
     Raises:
-        ValueError: where the document holds a number that JSON has not, or a block's name is no plain word.
+        ValueError: where the document holds a number that JSON cannot, or a block's name is no plain word.
     """
-    scripts = [*(_library(name) for name in LIBRARIES), _ours()]
+    scripts = [*(_library(name) for name in LIBRARIES), _own_module()]
     style = _style()
     return _template().render(
         payload=payload,
@@ -272,7 +269,7 @@ def page(payload: Payload) -> str:
 
 
 def as_json(document: Any) -> str:
-    """A JSON document that HTML may hold between the tags of a script."""
+    """Return a JSON document that HTML may hold between the tags of a script."""
     text = in_json(json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
     for sign, written in _MARKUP.items():
         text = text.replace(sign, written)
@@ -280,7 +277,7 @@ def as_json(document: Any) -> str:
 
 
 def vendored() -> list[dict[str, str]]:
-    """The libraries in the page: package, version, file, npm's integrity and the file's own sha256."""
+    """Return the page's libraries: package, version, file, npm's integrity and the file's own sha256."""
     found: list[dict[str, str]] = json.loads((_VENDOR / "vendor.json").read_text(encoding="utf-8"))
     return found
 
@@ -297,7 +294,7 @@ def _library(name: str) -> str:
 
 
 @cache
-def _ours() -> str:
+def _own_module() -> str:
     return joined(lambda name: (_PAGE / name).read_text(encoding="utf-8"))
 
 
@@ -311,7 +308,7 @@ def _style() -> str:
 
 
 def _word(name: str) -> str:
-    """A block's id. Raises ValueError for one that no attribute holds as it is, or that a part of the page has."""
+    """Return a block's id. Raises ValueError for one that needs escaping, or that is an element's of the page."""
     if not _PLAIN.fullmatch(name) or name in _TAKEN:
         msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
         raise ValueError(msg)

@@ -1,8 +1,7 @@
-"""The page's blocks of bytes: arrays and texts, deflated, and how much room they take.
+"""The contents of a page: headers in its markup, a JSON document, and compressed blocks of arrays and texts.
 
-Numbers in two bytes each: logarithms of what is positive, equal steps of shares, codes of their own for the rest.
-
-What a page is made of: the heads that stand in its markup, its JSON document and its compressed blocks.
+Numbers in blocks take two bytes each, on a logarithmic scale for positive values and a linear one for shares, with
+reserved codes for NaN and infinity. A page's blocks have a limited size.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ NOT_A_NUMBER, INFINITE = 65534, 65535
 _LAST = 65533
 """The largest code of a number."""
 _LOG_STEP = 0.0019
-"""Half a step is 0.095 % of a value: less would spend bytes on digits that nobody reads."""
+"""Half a step is 0.095 % of a value: finer steps would store digits that nobody reads."""
 _LINEAR_STEP = 1.9e-4
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a code stands for.
+    """The values of codes.
 
     Attributes:
         kind: `log`: exp(low + (code − 1) · step), and 0 is 0; `linear`: low + code · step.
-        low, step: as these formulas say.
+        low, step: as in these formulas.
     """
 
     kind: str
@@ -42,12 +41,12 @@ class Scale:
     step: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As the page's JSON holds it."""
+        """Return the scale for the page's JSON."""
         return dict(vars(self))
 
 
 def log_scale(values: Floats) -> Scale:
-    """The scale of values that are 0 or positive; negative ones, which only rounding makes, count as 0.
+    """Return the scale of values that are 0 or positive; negative ones, which only rounding makes, count as 0.
 
     Errors are at most 0.1 % of a value where the largest is at most e¹²⁴ times the smallest.
     """
@@ -57,14 +56,14 @@ def log_scale(values: Floats) -> Scale:
 
 
 def linear_scale(values: Floats) -> Scale:
-    """The scale of shares. Errors are at most 0.0001 where they spread over at most 12."""
+    """Return the scale of shares. Errors are at most 0.0001 where their range is at most 12."""
     held = values[np.isfinite(values)]
     low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 0.0)
     return Scale(LINEAR, low, max(_LINEAR_STEP, (high - low) / _LAST))
 
 
 def encode(values: Floats, scale: Scale) -> Codes:
-    """The code of each value, of any shape."""
+    """Return the code of each value, of any shape."""
     if scale.kind == LOG:
         positive = np.isfinite(values) & (values > 0)
         places = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
@@ -76,41 +75,41 @@ def encode(values: Floats, scale: Scale) -> Codes:
 
 
 def logarithm_below_one(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
-    """Codes of shares: 0 of 0 and of what is no number, else that of exp((code − largest) · step), at least 1."""
+    """Return codes of shares: 0 for 0 and NaN, else that of exp((code − largest) · step), at least 1."""
     held = np.isfinite(shares) & (shares > 0)
     places = largest + np.round(np.log(np.where(held, shares, 1.0)) / step)
     return np.where(held, np.clip(places, 1, largest), 0).astype(np.int64)
 
 
 def four_a_byte(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Verdicts 1, 0 and −1 as 1, 0 and 2 in two bits each, the first in the lowest bits of the first byte."""
+    """Return verdicts 1, 0 and −1 as 1, 0 and 2 in two bits each, the first in the lowest bits of the first byte."""
     flat = np.where(verdicts < 0, 2, verdicts).astype(np.uint8).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-len(flat) % 4, dtype=np.uint8)]).reshape(-1, 4)
     return np.asarray((padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1), dtype=np.uint8)
 
 
 _AROUND = 100
-"""Bytes of the element that a block stands in."""
+"""Bytes of a block's element."""
 SMALL, SMALL_VALUES = 4_600_000, 51_840
-"""Bytes of a page's blocks and libraries, of traces of so many values: samples × configurations × heads."""
+"""Bytes of a page's blocks and libraries, and the values of its traces: samples × configurations × heads."""
 LARGE, LARGE_VALUES = 23_000_000, 786_432
 LIBRARIES = 700_000
-"""Bytes that the page's own code and its libraries take of these at most."""
+"""Upper bound of the bytes among these that are the page's own code and its libraries."""
 
 
 def deflated(content: bytes, level: int = 9) -> bytes:
-    """The content as raw deflate, as a browser inflates it."""
+    """Return the content as raw deflate, as a browser inflates it."""
     packer = zlib.compressobj(level, zlib.DEFLATED, -15)
     return packer.compress(content) + packer.flush()
 
 
 def size_of(block: bytes) -> int:
-    """Bytes that a block takes of a page."""
+    """Return the bytes that a block takes in a page."""
     return -(-len(block) // 3) * 4 + _AROUND
 
 
 def limit(values: int) -> int:
-    """Bytes that a page's blocks may take, for traces of so many values."""
+    """Return the bytes that a page's blocks may take, for traces of so many values."""
     slope = (LARGE - SMALL) / (LARGE_VALUES - SMALL_VALUES)
     return SMALL - LIBRARIES + max(0, round(slope * (values - SMALL_VALUES)))
 
@@ -120,9 +119,9 @@ class Blocks:
     """The blocks of one trace.
 
     Attributes:
-        prefix: what their ids begin with.
-        room: bytes that are left; None: without end.
-        arrays: name -> how the array lies in its block, for the page's JSON.
+        prefix: beginning of their ids.
+        room: remaining bytes; infinite: unlimited.
+        arrays: name -> the array's layout in its block, for the page's JSON.
         blocks: id -> bytes.
     """
 
@@ -132,26 +131,27 @@ class Blocks:
     blocks: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, name: str, block: bytes) -> str:
-        """Hold a block, whatever its size, and say its id."""
+        """Store a block, whatever its size, and return its id."""
         place = f"{self.prefix}-{name}"
         self.blocks[place] = block
         self.room -= size_of(block)
         return place
 
     def offer(self, name: str, block: bytes) -> str | None:
-        """Hold a block if there is room for it, and say its id; None where there is none."""
+        """Store a block and return its id; None where the remaining bytes do not suffice."""
         return self.put(name, block) if size_of(block) <= self.room else None
 
     def floats(self, name: str, array: NDArray[Any]) -> None:
-        """An array of floats in four bytes each, all first bytes before all second ones."""
+        """Store an array as four-byte floats, all first bytes before all second ones."""
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
             held = np.ascontiguousarray(array, dtype="<f4")
         self._array(name, deflated(planes(held)), "f4", array.shape, None)
 
     def codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
-        """Arrays of floats, one behind the other, in two bytes each, and a scale for each.
+        """Store arrays of floats as consecutive two-byte codes, with a scale for each.
 
-        They are held where they take no more than `most` of the room that is left; what they take over that is told.
+        They are stored where they take no more than `most` of the remaining bytes. Return the bytes that they take over
+        those allowed.
         """
         found = np.stack([encode(part, scale) for part, scale in zip(array, scales, strict=True)]).astype("<u2")
         block = deflated(planes(found))
@@ -161,30 +161,30 @@ class Blocks:
         return taken
 
     def packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        """Bytes that stand for an array of this shape."""
+        """Store bytes that represent an array of this shape."""
         self._array(name, deflated(content.tobytes()), "u1", shape, None)
 
     def _array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:
-        """`content`: already deflated."""
+        """Store `content`, which is already deflated."""
         block = self.put(name, content)
         told = {"dtype": dtype, "shape": list(shape), "shuffled": dtype != "u1", "scale": scale}
         self.arrays[name] = {"block": block, **told}
 
 
 def planes(array: NDArray[Any]) -> bytes:
-    """The first bytes of all elements, then the second ones, and so on: like bytes beside each other deflate better."""
+    """Return the first bytes of all elements, then the second ones, and so on: similar neighbours deflate better."""
     return np.ascontiguousarray(array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T).tobytes()
 
 
 @dataclass(frozen=True)
 class Head:
-    """One trace's head, which is readable without JavaScript.
+    """One trace's header, which is readable without JavaScript.
 
     Attributes:
         name: unique among the page's traces.
         title: model and data set, one line.
         facts: (label, value) pairs in their order.
-        warnings: sentences that have to be read before any number.
+        warnings: sentences to read before any number.
     """
 
     name: str
@@ -195,12 +195,12 @@ class Head:
 
 @dataclass(frozen=True)
 class Payload:
-    """Everything of a page but its looks.
+    """Everything in a page but its appearance.
 
     Attributes:
         title: names of models and data sets, one line without markup.
         heads: one per trace.
-        document: what the page's JavaScript reads, free of NaN and infinities.
+        document: the JSON document for the page's JavaScript, free of NaN and infinities.
         blocks: id -> bytes, compressed already (raw deflate).
     """
 

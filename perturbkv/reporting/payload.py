@@ -1,8 +1,6 @@
-"""Traces -> everything that a page shows: a JSON document, blocks of bytes beside it, and what stands at its head.
+"""A page's payload from traces: a JSON object and blocks of arrays per trace, without folders of the machine.
 
-One trace's part of a page: its JSON object, and its arrays.
-
-A trace as a page may tell of it: pages are mailed, and name no folder of the machine that they were made on.
+Pages are mailed, so file names, models, data sets and failures are shown without their folders.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.measurements import at_step, measured_steps, values
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.intervals import LEAST, median_level
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
@@ -43,13 +41,13 @@ from perturbkv.trace import Trace
 
 
 def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
-    """The JSON object of a trace, not yet plain; its arrays go into `blocks`.
+    """Return a trace's JSON object, before `plain`; its arrays go into `blocks`.
 
     Raises TraceError as `measurements.values`.
     """
     sides = sides_of(trace.run)
     lacks = lacking(trace, len(sides.pairs))
-    quick = _told(lacks, "pairs", lambda: with_digests(trace))
+    quick = _attempt(lacks, "pairs", lambda: with_digests(trace))
     measures = held_measures(trace)
     each = tuple(each_of(trace, one) for one in measures)
     made = Measured(trace, quick, measures, each, sides, start_of(trace.run, sides))
@@ -78,7 +76,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "pairs": sides.pairs if quick else [],
         "pairs_left_out": sides.left_out,
         "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
-        "ablation": _told(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
+        "ablation": _attempt(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
         "answers": answered,
         "losses": listed(trace),
         "step_samples": _step_samples(trace),
@@ -88,8 +86,8 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     return {**told, "lacks": lacks, "arrays": blocks.arrays}
 
 
-def _told(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
-    """What is found; where it cannot be, None, and the page says why."""
+def _attempt(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
+    """Return the result of `found`; where it raises TraceError, None, and the page shows the message."""
     try:
         return found()
     except TraceError as error:
@@ -98,7 +96,7 @@ def _told(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
 
 
 def _about(trace: Trace) -> dict[str, Any]:
-    """Which run, samples and layers."""
+    """Return the trace's run, samples and layers."""
     tokens, steps = values(trace, "prompt_tokens", ANALYSIS).astype(int), measured_steps(trace)
     names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
     layers, heads = trace.arrays["kept_count"].shape[2:]
@@ -121,12 +119,12 @@ def _about(trace: Trace) -> dict[str, Any]:
 
 
 def _bytes(part: object) -> int:
-    """What a part of the page's JSON takes."""
-    return len(json.dumps(plain(part), ensure_ascii=False).encode(errors="replace"))
+    """Return the bytes of a part of the page's JSON."""
+    return len(json.dumps(json_value(part), ensure_ascii=False).encode(errors="replace"))
 
 
 def _names(ids: Sequence[str]) -> tuple[str, ...]:
-    """Samples by names that tell them apart as they are shown; none is empty, which stands for all."""
+    """Return distinct display names of samples; none is empty, which means all samples."""
     return numbered([line(name) if name.strip() else "(no id)" for name in ids])
 
 
@@ -136,13 +134,13 @@ def _measures(made: Measured) -> list[dict[str, Any]]:
 
 
 def _step_samples(trace: Trace) -> list[int]:
-    """How many samples have each step."""
+    """Return how many samples have each step."""
     steps = measured_steps(trace)
     return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
 
 def _most_changed(made: Measured) -> Places:
-    """Layer and head whose mean propagated perturbation differs most between the two sides that are shown first."""
+    """Return layer and head whose mean propagated perturbation differs most between the two sides shown first."""
     places = [made.sides.config(side, made.start.budget) for side in (made.start.baseline, made.start.treatment)]
     found = values(made.trace, "perturbation_propagated", ANALYSIS, 0).mean(axis=0)
     first, second = (found[place or 0] for place in places)
@@ -151,7 +149,7 @@ def _most_changed(made: Measured) -> Places:
 
 
 def _tied(made: Measured, compared: Compared | None) -> float | None:
-    """The share of heads that are tied by their means in the pair that is shown first; None where there is none."""
+    """Return the share of heads whose means are tied in the pair that is shown first; None where there is none."""
     sides, start = made.sides, made.start
     places = tuple(sides.config(side, start.budget) for side in (start.baseline, start.treatment))
     pair = next((pair for pair in sides.pairs if set(pair) == set(places)), None)
@@ -161,17 +159,17 @@ def _tied(made: Measured, compared: Compared | None) -> float | None:
 
 
 _USUAL = "trace.h5"
-"""What every analysis calls its trace: the folder around it says which one it is."""
+"""The default name of an analysis's trace: its folder identifies it."""
 _BEGINS = r"(?:~|[A-Za-z]:|\.{1,2})?"
 _FOLDERS = re.compile(
     rf"(?<=['\"]){_BEGINS}[\\/][^'\"<>]*[\\/](?=[^'\"<>])"  # between quotes folders may have blanks in their names
     rf"|(?:(?<=file://)|(?<![\w/\\:.<~-])){_BEGINS}(?:[\\/][\w.@+~-]+)+[\\/](?=[\w.@+~-])"
 )
-"""Of a path within a sentence everything before its last part."""
+"""A path's folders within a sentence: everything before its last part."""
 
 
 def name_of(trace: Trace) -> str:
-    """The file's name, of one that has the usual name the folder around it too."""
+    """Return the file's name, with its folder where the name is the default."""
     if not trace.source:
         return "in memory"
     path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep the names that they were given by
@@ -179,7 +177,7 @@ def name_of(trace: Trace) -> str:
 
 
 def portable(trace: Trace) -> Trace:
-    """The same trace, of which neither its file nor its model, its data or its failures name folders."""
+    """Return the trace with its file, model, data set and failures named without folders."""
     return replace(
         trace,
         source=name_of(trace) if trace.source else "",
@@ -189,7 +187,7 @@ def portable(trace: Trace) -> Trace:
 
 
 def _last(name: str) -> str:
-    """The last part of what is a path by how it begins; ids of hubs and names of data sets stay."""
+    """Return the last part of a path; hub ids and names of data sets are unchanged."""
     if not (name.startswith(("/", "~", "./", "../", ".\\", "..\\")) or PureWindowsPath(name).is_absolute()):
         return name
     windows = "\\" in name and "/" not in name or PureWindowsPath(name).drive != ""
@@ -200,11 +198,11 @@ FORMAT = 1
 
 
 def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
-    """Everything that a page of these traces shows.
+    """Return everything that a page of these traces shows.
 
     Args:
         traces: at least one.
-        full: hold every head's tokens and four bytes of each number, however large the page gets.
+        full: store every head's tokens and four bytes of each number, however large the page gets.
 
     Raises TraceError for no trace, for one without a complete sample, and for one that holds NaN in a complete sample.
     """
@@ -216,22 +214,22 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
     parts: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
     for number, (trace, name) in enumerate(zip(held, names, strict=True)):
-        own = Blocks(f"t{number}", np.inf if full else _room(held, trace))
-        parts.append(plain(trace_part(trace, own, name, full)))
+        own = Blocks(f"t{number}", np.inf if full else _byte_limit(held, trace))
+        parts.append(json_value(trace_part(trace, own, name, full)))
         blocks |= own.blocks
     heads = tuple(_head(part) for part in parts)
     document = {"format": FORMAT, "made_with": _made_with(), "traces": parts}
     return Payload(" | ".join(dict.fromkeys(head.title for head in heads)), heads, document, blocks)
 
 
-def _room(traces: Sequence[Trace], own: Trace) -> float:
-    """Bytes that one trace's blocks may take: a share of all, as many as it has values."""
+def _byte_limit(traces: Sequence[Trace], own: Trace) -> float:
+    """Return the bytes that one trace's blocks may take: its share of all values."""
     every = sum(map(_values, traces))
     return limit(every) * _values(own) / every
 
 
 def _values(trace: Trace) -> int:
-    """Samples × configurations × heads."""
+    """Return samples × configurations × heads."""
     return int(trace.ok.sum()) * int(np.prod(trace.arrays["kept_count"].shape[1:]))
 
 

@@ -1,8 +1,6 @@
-"""The prompts of a page: their text, which share of the heads keeps each token, how much attention it gets.
+"""A page's prompts: text, the share of heads that keep each token, attention, and each head's kept tokens and losses.
 
-Which tokens one head keeps, what it loses with the others, and where it looks: a bundle per sample and head.
-
-Everything of a page that shows prompts, as far as there is room for it.
+Kept tokens, losses and attention of one head are a bundle; as many bundles are stored as the page's size allows.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ from perturbkv.reporting.sides import Places
 from perturbkv.trace import Trace
 
 LONGEST, SHOWN = 500, 400
-"""Characters of a token's piece: of a longer one so many are shown."""
+"""Characters of a token's text: of one longer than LONGEST, SHOWN are shown."""
 ATTENTION_STEP, ATTENTION_CODES = 0.08, 255
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What one sample's configurations keep.
+    """One sample's kept sets, by configuration.
 
     Attributes:
         masks: (config, layer, head, byte) bit masks over the prompt, the first entry the lowest bit of the first byte.
-        share: (config, token) of the heads that keep the token, 255 of all.
+        share: (config, token) share of the heads that keep the token, 255 being all.
     """
 
     masks: NDArray[np.uint8]
@@ -43,16 +41,16 @@ class Kept:
 
 
 def text_of(trace: Trace, sample: int) -> bytes | None:
-    """The block of a prompt's text, deflated; None where the trace lacks it."""
+    """Return the block of a prompt's text, deflated; None where the trace lacks it."""
     try:
         prompt = prompt_of(trace, trace.sample_ids[sample])
     except TraceError:
         return None
-    return deflated(json.dumps(_told(prompt), ensure_ascii=False, separators=(",", ":")).encode())
+    return deflated(json.dumps(_text_document(prompt), ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def why_without_text(trace: Trace) -> str:
-    """What to do for the prompts' text; empty where a complete sample has it."""
+    """Return the command that adds the prompts' text; empty where a complete sample has it."""
     try:
         prompt_of(trace)
     except TraceError as error:
@@ -61,7 +59,7 @@ def why_without_text(trace: Trace) -> str:
 
 
 def piece(text: str) -> str:
-    """A token's text as it may be shown: nothing in it is obeyed, and a very long one is cut."""
+    """Return a token's text for display: escaped, and shortened where it is very long."""
     shown = plain(text)
     if len(shown) <= LONGEST:
         return shown
@@ -69,7 +67,7 @@ def piece(text: str) -> str:
 
 
 def kept_of(trace: Trace, sample: int) -> Kept | None:
-    """What every configuration keeps of a sample, decoded one after the other; None where the trace lacks it."""
+    """Return a sample's kept sets by configuration; None where the trace lacks them."""
     masks, shares = [], []
     for config in range(len(trace.run.configs)):
         try:
@@ -82,7 +80,7 @@ def kept_of(trace: Trace, sample: int) -> Kept | None:
 
 
 def attention_of(trace: Trace, sample: int) -> Floats | None:
-    """(layer, head, token) attention of the first decode step to the prompt's entries; None where it is not stored."""
+    """Return the first decode step's attention (layer, head, token) to the prompt; None where it is not stored."""
     if "attention_full" not in trace.arrays:
         return None
     tokens = int(trace.arrays["prompt_tokens"][sample])
@@ -90,16 +88,16 @@ def attention_of(trace: Trace, sample: int) -> Floats | None:
 
 
 def attention_codes(attention: Floats) -> NDArray[np.uint8]:
-    """Attention in a byte each: 0, or exp((code − 255) · 0.08)."""
+    """Return attention in a byte each: 0, or exp((code − 255) · 0.08)."""
     return logarithm_below_one(attention, ATTENTION_STEP, ATTENTION_CODES).astype(np.uint8)
 
 
-def _told(prompt: PromptText) -> dict[str, object]:
+def _text_document(prompt: PromptText) -> dict[str, object]:
     pieces = [piece(one) for one in prompt.pieces]
     return {
         "pieces": pieces,
         "compressed": prompt.compressed,
-        "cut": prompt.cut_place,
+        "cut": prompt.cut_index,
         "cut_tokens": prompt.cut_tokens,
         "cut_pieces": any(len(plain(one)) > LONGEST for one in prompt.pieces),
     }
@@ -107,16 +105,16 @@ def _told(prompt: PromptText) -> dict[str, object]:
 
 LOSS_STEP, LOSS_CODES = 0.0005, 65535
 _LEVEL = 7
-"""Of deflate: for bit masks 9 takes five times as long and gives 1.4 % less."""
+"""Level of deflate: for bit masks 9 takes five times as long and saves 1.4 %."""
 _LOST = ("lost_position", "lost_output", "weighted_norm")
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What a sample's heads lose most.
+    """The evicted entries that add most to each head of a sample.
 
     Attributes:
-        positions: (config, layer, head, entry) evicted entries, that which adds most first; −1 past the last.
+        positions: (config, layer, head, entry) evicted entries, the largest contribution first; −1 past the last.
         shares: (config, layer, head, entry) codes of A ν / C: 0, or exp((code − 65535) · 0.0005).
     """
 
@@ -125,7 +123,7 @@ class Losses:
 
 
 def losses_of(trace: Trace, sample: int) -> Losses | None:
-    """The evicted entries that add most to each head's output; None where the trace does not hold them."""
+    """Return the evicted entries that add most to each head's output; None where the trace does not have them."""
     if not set(_LOST) <= set(trace.arrays):
         return None
     positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
@@ -135,27 +133,27 @@ def losses_of(trace: Trace, sample: int) -> Losses | None:
 
 
 def listed(trace: Trace) -> int:
-    """How many lost entries a head has; 0 where the trace does not hold them."""
+    """Return the number of lost entries per head; 0 where the trace does not have them."""
     return int(trace.arrays["lost_position"].shape[-1]) if set(_LOST) <= set(trace.arrays) else 0
 
 
 @dataclass(frozen=True)
-class OfSample:
-    """Everything that the bundles of one sample are made of; `attention` is (layer, head, token)."""
+class SampleHeads:
+    """The contents of one sample's bundles; `attention` is (layer, head, token)."""
 
     kept: Kept
     losses: Losses | None
     attention: Floats | None
 
 
-def kept_heads_of_sample(trace: Trace, sample: int) -> OfSample | None:
-    """What a sample's heads keep, lose and look at; None where the trace does not tell what they keep."""
+def kept_heads_of_sample(trace: Trace, sample: int) -> SampleHeads | None:
+    """Return a sample's kept sets, losses and attention; None where the trace has no kept positions."""
     kept = kept_of(trace, sample)
-    return None if kept is None else OfSample(kept, losses_of(trace, sample), attention_of(trace, sample))
+    return None if kept is None else SampleHeads(kept, losses_of(trace, sample), attention_of(trace, sample))
 
 
-def kept_bundle(of: OfSample, layer: int, head: int) -> bytes:
-    """One head, deflated: each configuration's mask XORed with that before it, losses, attention."""
+def kept_bundle(of: SampleHeads, layer: int, head: int) -> bytes:
+    """Return one head's bundle, deflated: each configuration's mask XORed with the previous one, losses, attention."""
     own, losses, attention = of.kept.masks[:, layer, head], of.losses, of.attention
     masks = own.copy()
     masks[1:] ^= own[:-1]
@@ -168,9 +166,9 @@ def kept_bundle(of: OfSample, layer: int, head: int) -> bytes:
 
 
 def heads_by_change(trace: Trace, sample: int, pairs: Sequence[Places], first: Places) -> list[Places]:
-    """(layer, head) of a sample, all but the `first`, that which a pair changes most before the others.
+    """Return (layer, head) of a sample but the `first`, sorted by the largest change in any pair, descending.
 
-    What changes is the isolated perturbation over ‖o_h‖₁; of several pairs the largest change counts.
+    The change is that of the isolated perturbation over ‖o_h‖₁.
     """
     both = [changes(trace, sample, pair) for pair in pairs]
     shape = trace.arrays["output_norm"].shape[-2:]
@@ -181,12 +179,12 @@ def heads_by_change(trace: Trace, sample: int, pairs: Sequence[Places], first: P
 
 
 _TOLD = 14
-"""Bytes that the page's JSON says of each bundle."""
+"""Bytes of each bundle's entry in the page's JSON."""
 
 
 @dataclass
 class Sample:
-    """One sample's blocks, ids or None, and its bundles so far; `kept`: whether the trace tells what it keeps."""
+    """One sample's block ids, or None, and its bundles so far; `kept`: whether the trace has its kept positions."""
 
     place: int
     text: str | None = None
@@ -196,7 +194,7 @@ class Sample:
     bundles: list[tuple[Places, bytes]] = field(default_factory=list)
 
     def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
-        """As the page's JSON holds it; the bundles are put behind one another into a block."""
+        """Return the sample for the page's JSON, and store its bundles as one block."""
         own = [one for _, one in self.bundles]
         together = None
         if own:
@@ -213,7 +211,7 @@ class Sample:
 
 
 def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
-    """The ids of the blocks of each complete sample's text, which every page holds; None of one without."""
+    """Store each complete sample's text, which every page has; return block ids, None for a sample without text."""
     found = [text_of(trace, int(place)) for place in np.flatnonzero(trace.ok)]
     return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(found)]
 
@@ -221,14 +219,14 @@ def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
 def tokens_part(
     trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[Places], first: Places
 ) -> dict[str, Any]:
-    """`prompts` and `held_heads` of the page's JSON.
+    """Return `prompts` and `held_heads` of the page's JSON.
 
     Args:
-        trace: of which the complete samples are shown.
-        blocks: where blocks are held while there is room.
-        texts: what `put_texts` gave.
-        pairs: configurations whose changes say which heads come first.
-        first: layer and head that come first of all.
+        trace: the trace, whose complete samples are shown.
+        blocks: stores blocks while bytes remain.
+        texts: the result of `put_texts`.
+        pairs: configurations whose changes determine the order of heads.
+        first: layer and head with the highest priority.
     """
     samples = [Sample(int(place), text) for place, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
     _begin(trace, blocks, samples, first)
@@ -240,12 +238,12 @@ def tokens_part(
 
 
 def _begin(trace: Trace, blocks: Blocks, samples: Sequence[Sample], first: Places) -> None:
-    """Of every sample the bundle of the head that a page shows first, and which share of all heads keeps each token."""
+    """Store each sample's bundle of the head that a page shows first, and the share of heads that keep each token."""
     for number, one in enumerate(samples):
         of = kept_heads_of_sample(trace, one.place)
         one.kept = of is not None
         if of is not None:
-            _take(blocks, one, first, kept_bundle(of, *first))
+            _append(blocks, one, first, kept_bundle(of, *first))
             one.share = blocks.offer(f"share{number}", deflated(of.kept.share.tobytes()))
 
 
@@ -258,37 +256,37 @@ def _attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
 
 
 def _bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[Places], first: Places) -> None:
-    """Give every sample its bundles, each an equal part of the room: one sample's masks are held at a time."""
+    """Store bundles of every sample, each with an equal part of the bytes, with one sample's masks in memory."""
     orders = [heads_by_change(trace, one.place, pairs, first) for one in samples]
     for number, (one, order) in enumerate(zip(samples, orders, strict=True)):
         _fill(trace, blocks, one, order, blocks.room / (len(samples) - number))
 
 
 def _fill(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[Places], room: float) -> None:
-    """The further bundles of one sample, the first heads first, until its share of the room is taken."""
+    """Store further bundles of one sample, in the order of heads, until `room` bytes are used."""
     of = kept_heads_of_sample(trace, sample.place) if sample.kept and room > 0 else None
     if of is None:
         return
     for place in order:
         found = kept_bundle(of, *place)
-        room -= _taken(found)
+        room -= _bundle_bytes(found)
         if room < 0:
             return
-        _take(blocks, sample, place, found)
+        _append(blocks, sample, place, found)
 
 
-def _take(blocks: Blocks, sample: Sample, place: Places, found: bytes) -> None:
-    blocks.room -= _taken(found) + (0 if sample.bundles else size_of(b""))
+def _append(blocks: Blocks, sample: Sample, place: Places, found: bytes) -> None:
+    blocks.room -= _bundle_bytes(found) + (0 if sample.bundles else size_of(b""))
     sample.bundles.append((place, found))
 
 
-def _taken(found: bytes) -> int:
-    """Bytes that a bundle takes of a page, within its sample's block."""
+def _bundle_bytes(found: bytes) -> int:
+    """Return the bytes that a bundle takes in a page, within its sample's block."""
     return size_of(found) - size_of(b"") + _TOLD
 
 
 def _count(samples: Sequence[Sample], each: int) -> dict[str, Any]:
-    """How many bundles the page holds, and why not all."""
+    """Return how many bundles the page has, and why not all."""
     every, held = each * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
     why = f"{every - held:,} of {every:,} heads' tokens left out to keep the page small; --full keeps all"
     return {"of": every, "held": held, "why": why if held < every else ""}

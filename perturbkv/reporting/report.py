@@ -1,4 +1,4 @@
-"""The report of one trace or several: a page that shows itself in a notebook and is saved as one file."""
+"""The report of one trace or several: a page that displays itself in a notebook and is saved as one file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Report:
     Attributes:
         title: models and data sets.
         html: the whole page.
-        samples: complete samples of all traces, `configs` configurations of all traces.
+        samples: number of complete samples of all traces.
+        configs: number of configurations of all traces.
     """
 
     title: str
@@ -36,21 +37,21 @@ class Report:
 
     @property
     def bytes(self) -> int:
-        """Of the file."""
+        """The size of the file in bytes."""
         return len(self.html.encode())
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the file, whole or not at all.
 
         Args:
-            path: where to; folders are made.
-            overwrite: whether a file that is there may be replaced.
+            path: the file's path; folders are made.
+            overwrite: whether an existing file may be replaced.
 
         Returns:
             The path.
 
         Raises:
-            OutputError: where nothing can be written, or a file is there.
+            OutputError: where nothing can be written, or a file exists.
         """
         where = free(Path(path), overwrite)
         content = self.html.encode()
@@ -61,7 +62,7 @@ class Report:
         return f"Report of {self.title}: {self.bytes / _MILLION:.1f} MB, {self.samples} samples; .save(path) writes it"
 
     def _repr_html_(self) -> str:
-        """A frame whose page sees nothing of the notebook, and reaches no network."""
+        """Return a frame whose page has no access to the notebook, and reaches no network."""
         title, content = html.escape(f"Report of {self.title}"), html.escape(self.html)
         return (
             f'<iframe title="{title}" width="100%" height="{_HEIGHT}" sandbox="allow-scripts" '
@@ -72,20 +73,20 @@ class Report:
 def report(
     traces: Trace | Sequence[Trace], path: str | Path | None = None, *, full: bool = False, overwrite: bool = False
 ) -> Report:
-    """A trace, or several side by side, as one page to look at.
+    """Return a report of a trace, or of several side by side.
 
     Args:
         traces: a trace or several.
-        path: where the page is written as well.
-        full: whether everything is kept, however large the page becomes: values as they were measured, and the kept
+        path: where the page is also written.
+        full: whether everything is stored, however large the page becomes: values as they were measured, and the kept
             sets of every head.
         overwrite: whether a file at `path` may be replaced.
 
     Returns:
-        The report, which shows itself in a notebook.
+        The report, which displays itself in a notebook.
 
     Raises:
-        ConfigError: for no trace, what is none, or one that is given twice.
+        ConfigError: for no trace, another object, or a trace that is given twice.
         TraceError: for a trace without a complete sample.
         OutputError: where the page cannot be written, or would replace a file.
 
@@ -103,14 +104,14 @@ def report(
         raise ConfigError(msg)
     if path is not None:
         _check_other(given, free(Path(path), overwrite))
-    made = _made(given, full)
+    made = _build(given, full)
     if path is not None:
         made.save(path, overwrite=overwrite)
     return made
 
 
 def _listed(traces: Any) -> tuple[Trace, ...]:
-    """Raise ConfigError for what is no sequence of traces."""
+    """Return the traces as a tuple. Raises ConfigError for anything else."""
     found = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
     for one in found:
         if not isinstance(one, Trace):
@@ -120,7 +121,7 @@ def _listed(traces: Any) -> tuple[Trace, ...]:
 
 
 def check(traces: Sequence[Trace]) -> None:
-    """Raise ConfigError for no trace and for one that is given twice, TraceError for one without a complete sample."""
+    """Raise ConfigError for no trace and for one given twice, TraceError for one without a complete sample."""
     if not traces:
         msg = "expected a trace or several for a report, got none"
         raise ConfigError(msg)
@@ -135,7 +136,7 @@ def check(traces: Sequence[Trace]) -> None:
 
 
 def free(path: Path, overwrite: bool) -> Path:
-    """The path. Raises OutputError where nothing can be written, or a file is there that may not be replaced."""
+    """Return the path. Raises OutputError where nothing can be written, or an existing file may not be replaced."""
     check_place(path)
     if path.exists() and not overwrite:
         msg = f"expected no file at {path}, got one; overwrite=True replaces it"
@@ -150,7 +151,7 @@ def _check_other(traces: Sequence[Trace], path: Path) -> None:
         raise OutputError(msg)
 
 
-def _made(traces: Sequence[Trace], full: bool) -> Report:
+def _build(traces: Sequence[Trace], full: bool) -> Report:
     from perturbkv.reporting.payload import payload
 
     of = payload(traces, full=full)

@@ -1,9 +1,4 @@
-"""Which configurations a page sets side by side: their short names, their budgets, the pairs, where to begin.
-
-Every two configurations of one budget against each other: verdicts of heads, sums, shares, drift.
-
-Sentences and tables of a page: what pairs of configurations let a reader conclude, and the ablation.
-"""
+"""Pairs of configurations on a page: names, budgets, comparisons of each pair, conclusions and the ablation."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from perturbkv.analyses.ablation.ingredients import Row, Setting
 from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift as layers
-from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.pairing import order, pairs, sweeps
 from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, Scalar, over_prompts
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
@@ -35,9 +30,9 @@ from perturbkv.schema import DIGEST, VARIABLES
 from perturbkv.trace import Trace
 
 MOST_PAIRS = 400
-"""More take more room than a page has."""
+"""More pairs take more bytes than a page has."""
 Places = tuple[int, int]
-"""Of two configurations along a trace's `config` axis."""
+"""Indices of two configurations along a trace's `config` axis."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +40,11 @@ class Sides:
     """A run's configurations as sides and budgets.
 
     Attributes:
-        names: (side,) configurations without their budget: what tells them apart, each once.
+        names: (side,) distinct names of configurations without their budget.
         budgets: ascending, fractions before tokens.
-        side, budget: (config,) places in these two.
-        pairs: two configurations each of one budget, that of the first side first.
-        left_out: how many further ones there are.
+        side, budget: (config,) indices into these two.
+        pairs: two configurations each of one budget, the lower side first.
+        left_out: number of further pairs.
     """
 
     names: tuple[str, ...]
@@ -60,14 +55,14 @@ class Sides:
     left_out: int
 
     def config(self, side: int, budget: int) -> int | None:
-        """The configuration of a side and a budget; None where the run has none."""
+        """Return the configuration of a side and a budget; None where the run has none."""
         told = list(zip(self.side, self.budget, strict=True))
         return told.index((side, budget)) if (side, budget) in told else None
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a page shows first: places among sides and budgets."""
+    """The indices of the sides and the budget that a page shows first."""
 
     baseline: int
     treatment: int
@@ -75,7 +70,7 @@ class Start:
 
 
 def sides_of(run: RunConfig) -> Sides:
-    """The sides of a run, in the order of its configurations."""
+    """Return the sides of a run, in the order of its configurations."""
     groups = sweeps(run, None)
     of_config = {place: side for side, group in enumerate(groups) for place in group}
     side = tuple(of_config[place] for place in range(len(run.configs)))
@@ -87,7 +82,10 @@ def sides_of(run: RunConfig) -> Sides:
 
 
 def start_of(run: RunConfig, sides: Sides) -> Start:
-    """The first of attention against two-stage, else of the first two sides; of a single side that side twice."""
+    """Return the first pair of attention and two-stage, else of the first two sides.
+
+    A single side is paired with itself.
+    """
     try:
         places = [(run.configs.index(first), run.configs.index(second)) for first, second in _known(run)]
     except TraceError:
@@ -99,7 +97,7 @@ def start_of(run: RunConfig, sides: Sides) -> Start:
 
 
 def numbered(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, those that were there before with a number behind them: every name once."""
+    """Return distinct names: repeated ones get a number."""
     found: list[str] = []
     for name in names:
         others = (f"{name} ({number})" for number in range(2, len(names) + 2))
@@ -108,7 +106,7 @@ def numbered(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _known(run: RunConfig) -> list[tuple[object, object]]:
-    """Pairs of one budget. Raises TraceError where the run has none of the two selections."""
+    """Return pairs of one budget. Raises TraceError where the run lacks one of the two selections."""
     found = [pair for pair in pairs(run, "attention", "two-stage") if pair[0].budget == pair[1].budget]
     if not found:
         msg = "expected attention and two-stage of one budget, got none"
@@ -117,7 +115,7 @@ def _known(run: RunConfig) -> list[tuple[object, object]]:
 
 
 def _pairs(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[Places, ...], int]:
-    """Pairs of one budget, and how many were left out: where there are too many, those of the first sides stay."""
+    """Return pairs of one budget, and how many were left out: of too many, those of the first sides stay."""
     places = range(len(side))
     found = [(first, second) for first, second in combinations(places, 2) if budget[first] == budget[second]]
     kept = found
@@ -128,12 +126,12 @@ def _pairs(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[Places, ..
 
 @dataclass(frozen=True)
 class Compared:
-    """Pairs of configurations in one measure; both directions: b over a, then a over b.
+    """A comparison of configuration pairs (a, b) in one measure; both directions: b over a, then a over b.
 
     Attributes:
-        verdict: (pair, 1 + sample, layer, head) 1 where b is better than a, −1 where it is worse, 0 tied; that of the
-            means first. None of a measure without a noise floor.
-        sums: (pair, 2, 3) Σ over Σ with its interval; of shares the difference of means.
+        verdict: (pair, 1 + sample, layer, head) 1 where b is better than a, −1 where it is worse, 0 tied; the verdict
+            on the means first. None for a measure without a noise floor.
+        sums: (pair, 2, 3) Σ over Σ with its interval; for shares the difference of means.
         better: (pair, 2, 3) the share of heads that are better, with its interval. None as `verdict`.
     """
 
@@ -143,7 +141,7 @@ class Compared:
 
 
 def with_digests(trace: Trace) -> Trace:
-    """The same trace, in which kept sets are compared by their digests alone: many pairs are, and at once.
+    """Return the trace with digests instead of kept sets, so that many pairs are compared at once.
 
     Raises TraceError where the trace has neither positions nor digests.
     """
@@ -154,13 +152,13 @@ def with_digests(trace: Trace) -> Trace:
 
 
 def _is_large(name: str) -> bool:
-    """Positions, text and outputs themselves are read when they are asked for, and are not needed here."""
+    """Return whether a variable is positions, text or raw outputs, which are read on use and are not needed here."""
     return VARIABLES[name].raw or VARIABLES[name].in_rows or VARIABLES[name].dtype == "str"
 
 
 @dataclass(frozen=True)
 class Same:
-    """Where two configurations' kept sets are equal: (pair, sample, layer, head), of drift (pair, sample, layer)."""
+    """Where two configurations' kept sets are equal: (pair, sample, layer, head), for drift (pair, sample, layer)."""
 
     isolated: NDArray[np.bool_]
     propagated: NDArray[np.bool_]
@@ -168,17 +166,17 @@ class Same:
 
 
 def same_sets(trace: Trace, pairs: Sequence[Places]) -> Same:
-    """Of every pair. Raises TraceError where the trace does not tell."""
+    """Return where each pair's kept sets are equal. Raises TraceError where the trace does not have them."""
     found = [np.stack([of(trace, *pair) for pair in pairs]) for of in (equal_isolated, equal_propagated, equal_layers)]
     return Same(*found)
 
 
 def compare(trace: Trace, measure: Measure, each: Floats, pairs: Sequence[Places], same: Same) -> Compared:
-    """Every pair in one measure, of which `each` is (sample, config, layer, head)."""
+    """Return the comparison of every pair in one measure, `each` being (sample, config, layer, head)."""
     if not measure.source:
         alone = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
         return Compared(None, np.array(alone), None)
-    _, floor = head_comparison.with_floor(trace, measure.source, measure.distance, 0)
+    _, floor = head_comparison.with_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
     equal: NDArray[np.bool_] = getattr(same, measure.source)
     found = [_pair(measure, each, floor, pair, one) for pair, one in zip(pairs, equal, strict=True)]
     verdict, sums, better = (np.stack(part) for part in zip(*found, strict=True))
@@ -186,23 +184,24 @@ def compare(trace: Trace, measure: Measure, each: Floats, pairs: Sequence[Places
 
 
 def drift_ratios(trace: Trace, pairs: Sequence[Places], same: Same) -> Floats:
-    """(distance, pair, 2, layer, 3) mean drift over mean drift, with intervals."""
-    each = [layers.distances(trace, distance, ANALYSIS, 0) for distance in DISTANCES]
+    """Return mean drift over mean drift (distance, pair, 2, layer, 3), with intervals."""
+    measured = Measurements(trace, ANALYSIS)
+    each = [layers.distances(measured, distance) for distance in DISTANCES]
     return np.stack([[_drift(one, pair, equal) for pair, equal in zip(pairs, same.drift, strict=True)] for one in each])
 
 
 def both(pair: Places) -> tuple[Places, Places]:
-    """The pair, and the other way round."""
+    """Return the pair and its reverse."""
     return pair, pair[::-1]
 
 
 def with_ends(value: float, interval: Scalar) -> list[float]:
-    """The number, then its interval's ends; NaN where there is none."""
+    """Return the number, then its interval's ends; NaN where there is none."""
     return [value, *((np.nan, np.nan) if interval is None else (interval.low, interval.high))]
 
 
 def with_band(value: Floats, band: Band) -> Floats:
-    """(…, 3) the same of an array."""
+    """Return (…, 3): an array, then the ends of its band; NaN where there is none."""
     nothing = np.full_like(value, np.nan)
     return np.stack([value, *((nothing, nothing) if band is None else (band.low, band.high))], axis=-1)
 
@@ -210,7 +209,7 @@ def with_band(value: Floats, band: Band) -> Floats:
 def _pair(
     measure: Measure, each: Floats, floor: Floats, pair: Places, same: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
-    """(1 + sample, layer, head) verdicts, (2, 3) sums, (2, 3) shares of heads."""
+    """Return verdicts (1 + sample, layer, head), sums (2, 3) and shares of heads (2, 3)."""
     baseline, treatment = head_comparison.tied(each, pair, same)
     own = verdicts(baseline, treatment, floor, measure.distance)
     means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
@@ -220,7 +219,10 @@ def _pair(
 
 
 def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
-    """Σ treatment over Σ baseline where both are defined, NaN where one is endless; of shares the means' difference."""
+    """Return Σ treatment over Σ baseline where both are not NaN, or NaN where one is infinite, with its interval.
+
+    For shares it is the difference of the means.
+    """
     if measure.kind == SHARE:
         found = over_prompts((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
         return with_ends(found.value, found.interval)
@@ -231,19 +233,22 @@ def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
 
 
 def _drift(drift: Floats, pair: Places, same: NDArray[np.bool_]) -> Floats:
-    """(2, layer, 3) of (sample, config, layer) drift."""
+    """Return drift ratios (2, layer, 3) from drift (sample, config, layer)."""
     return np.stack([with_band(*layers.drift_ratio(*head_comparison.tied(drift, sides, same))) for sides in both(pair)])
 
 
 def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
-    """Of a side with every other one, at every budget: 'a-b' -> what compares heads in L1 at the first step."""
+    """Return 'a-b' -> the conclusion on heads in L1 at the first step, for a side and each other one.
+
+    Every budget has its own pairs of configurations a and b.
+    """
     return {f"{first}-{second}": _conclusion(trace, first, second) for first, second in _against(sides, baseline)}
 
 
 def ablation(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
-    """Every setting's rows over the baseline, and what each ingredient brings.
+    """Return every setting's rows over the baseline, and each ingredient's contribution.
 
-    Raises TraceError where the trace holds no such rows.
+    Raises TraceError where the trace has no such rows.
     """
     found = ingredients.settings(trace)
     told = pairing.short_names([one.baseline for one in found], "alpha", "product")
@@ -251,7 +256,7 @@ def ablation(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
 
 
 def _against(sides: Sides, baseline: int) -> Sequence[Places]:
-    """Configurations of one side, each with those of its budget."""
+    """Return the configurations of one side, each paired with the others of its budget."""
     places = range(len(sides.side))
     firsts = [place for place in places if sides.side[place] == baseline]
     return [
@@ -264,7 +269,8 @@ def _against(sides: Sides, baseline: int) -> Sequence[Places]:
 
 def _conclusion(trace: Trace, first: int, second: int) -> str:
     configs = trace.run.configs
-    return line(heads.conclusion([head_comparison.summarise(trace, configs[first], configs[second])]))
+    pair = head_comparison.summarise(trace, configs[first], configs[second])
+    return line(heads.HeadComparisons((pair,), pair.identity).conclusion())
 
 
 def _setting(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
@@ -277,7 +283,7 @@ def _setting(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    return {"name": line(row.title), **{kind: _ratio(row.compared, kind) for kind in ("isolated", "propagated")}}
+    return {"name": line(row.title), **{kind: _ratio(row, kind) for kind in ("isolated", "propagated")}}
 
 
 def _ratio(compared: HeadComparison, kind: str) -> list[float]:

@@ -1,1 +1,1 @@
-"""What an entry is worth: window attention, value norms, scores of heads."""
+"""Scores of cache entries: window attention, value norms, and importance of heads."""

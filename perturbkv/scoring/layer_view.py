@@ -1,18 +1,16 @@
-"""What one layer shows of a prompt to the scores of its entries; everything is made when it is first asked for.
+"""A layer's data for scores: queries, keys, values, window attention and derived quantities, computed on first use.
 
-n entries, of which the last w are the window; prefix = n − w. Heads may be a part of the layer's: whole groups of query
-heads with their key/value heads, so that memory stays bounded whatever the prompt's length.
+There are n entries, of which the last w are the window; prefix = n − w. A view may have a part of the layer's heads:
+whole groups of query heads with their key/value heads, so that memory is bounded whatever the prompt's length.
 
-What a query would give without its heaviest entry, exact even where that entry takes all the weight.
+Leaving out a query's heaviest entry is exact even where that entry has all the weight: with weights a that sum to 1, o
+= Σ_j a_j v_j, and μ the mean of all values but v_j, weighted by a, a_j / (1 − a_j) · ‖o − v_j‖ = a_j · ‖μ − v_j‖. Only
+the heaviest entry of a query can have more than half of its weight; for all others 1 − a_j and o − v_j lose no
+precision. A sink in the softmax is another entry, of value 0.
 
-With weights a that add up to 1, o = Σ_j a_j v_j and μ the mean of the values of all entries but j, weighted by a,
-a_j / (1 − a_j) · ‖o − v_j‖ = a_j · ‖μ − v_j‖. Only the heaviest entry of a query can have more than half of its weight;
-for all others 1 − a_j and o − v_j lose nothing. A sink in the softmax is one of the others, its value 0.
-
-Rotary positions as transformers turns queries and keys by them: component i is paired with i + half (`rotate_half`).
-
+Rotary positions follow transformers' rotation of queries and keys: component i is paired with i + half (`rotate_half`).
 Only the first components of a head are rotary where cosines are fewer than d_head (Phi-3's partial rotation); cosine
-and sine may both carry a factor (YaRN's), which turning back divides out.
+and sine may both carry a factor (YaRN's), which the inverse rotation divides out.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from perturbkv.errors import PluginError
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.theory import WORK, softmax_with_sinks
 
-_LOST = 1e-290
-"""Weights below this one are rounded or gone in float64, so that the mean of the others is made of logarithms."""
+_TINY_MASS = 1e-290
+"""Weights below this are rounded or lost in float64; the mean of the other entries is then computed from logarithms."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeaviestLeftOut:
-    """The heaviest entry of each row, and what the others add up to.
+    """The heaviest entry of each row, and the sums over all other entries.
 
     Attributes:
-        place: where the heaviest entry stands, the first of equals.
+        place: index of the heaviest entry, the first of equals.
         weight: its weight a_j.
-        mass: the others' weights together, 1 − a_j without its rounding.
+        mass: total weight of the other entries, 1 − a_j without its rounding.
         value: v_j.
-        mean: μ, the others' mean value; 0 where there is no other.
+        mean: μ, the weighted mean value of the other entries; 0 where there is none.
     """
 
     place: Int[Tensor, "head row"]
@@ -59,7 +57,7 @@ class HeaviestLeftOut:
         return self.mass.unsqueeze(-1) * self.mean + self.weight.unsqueeze(-1) * self.value
 
     @property
-    def apart(self) -> Float[Tensor, "head row"]:
+    def squared_distance(self) -> Float[Tensor, "head row"]:
         """‖μ − v_j‖₂²."""
         return (self.mean - self.value).square().sum(dim=-1)
 
@@ -71,35 +69,36 @@ def leave_out_heaviest(
     sink: Float[Tensor, "head row"],
     sinks: Float[Tensor, " head"] | None = None,
 ) -> HeaviestLeftOut:
-    """Of rows of weights that add up to 1 with those of the `sink`, which is one of the others and has no value.
+    """Return the heaviest entry and the sums without it, for rows of weights that sum to 1 with the weights of `sink`.
 
-    `logarithms` gives those of the weights, up to a constant per row, and `sinks` the sinks' in the same unit.
+    The sink counts among the other entries and has no value. `logarithms` returns those of the weights, up to a
+    constant per row, and `sinks` are the sinks' logarithms in the same unit.
     """
     weight, place = weights.max(dim=-1, keepdim=True)
     others = weights.scatter(-1, place, 0)
     mass = others.sum(dim=-1) + sink
-    if bool((mass < _LOST).any()):
+    if bool((mass < _TINY_MASS).any()):
         left, gone = softmax_with_sinks(logarithms().scatter(-1, place, -torch.inf), sinks)
         alone = left.nan_to_num(0)
-        others = torch.where((mass < _LOST).unsqueeze(-1), alone, others)
-        sink = torch.where(mass < _LOST, gone, sink)
+        others = torch.where((mass < _TINY_MASS).unsqueeze(-1), alone, others)
+        sink = torch.where(mass < _TINY_MASS, gone, sink)
     total = (others.sum(dim=-1) + sink).unsqueeze(-1)
-    mean = _per_group(others, values.to(WORK)) / total.where(total > 0, 1)
-    return HeaviestLeftOut(place.squeeze(-1), weight.squeeze(-1), mass, _picked(values, place), mean)
+    mean = _weighted_values(others, values.to(WORK)) / total.where(total > 0, 1)
+    return HeaviestLeftOut(place.squeeze(-1), weight.squeeze(-1), mass, _gather_values(values, place), mean)
 
 
-def _per_group(
+def _weighted_values(
     weights: Float[Tensor, "head row key"], values: Float[Tensor, "kv_head key d_head"]
 ) -> Float[Tensor, "head row d_head"]:
-    """Σ_j a_j v_j, the query heads of a key/value head in one product."""
+    """Return Σ_j a_j v_j; the query heads of a key/value head share one product."""
     heads, rows, keys = weights.shape
     return (weights.reshape(len(values), -1, keys) @ values).view(heads, rows, -1)
 
 
-def _picked(
+def _gather_values(
     values: Float[Tensor, "kv_head key d_head"], place: Int[Tensor, "head row 1"]
 ) -> Float[Tensor, "head row d_head"]:
-    """The value at each row's place."""
+    """Return the value at each row's index."""
     heads, rows, _ = place.shape
     index = place.view(len(values), -1, 1).expand(-1, -1, values.shape[-1])
     return values.to(WORK).gather(1, index).view(heads, rows, -1)
@@ -107,27 +106,27 @@ def _picked(
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotation of each of some positions; columns of both are the rotary components of a head."""
+    """The rotations at some positions, as cosines and sines of the rotary components of a head."""
 
     cosine: Float[Tensor, "place rotary"]
     sine: Float[Tensor, "place rotary"]
 
-    def turned_back(self, vectors: Float[Tensor, "head place d_head"]) -> Float[Tensor, "head place d_head"]:
-        """Rotated vectors at these positions as they were before, in float32 or better."""
+    def unrotate(self, vectors: Float[Tensor, "head place d_head"]) -> Float[Tensor, "head place d_head"]:
+        """Return vectors at these positions before their rotation, in float32 or better."""
         work = torch.promote_types(vectors.dtype, torch.float32)
         cosine, sine = self.cosine.to(WORK), self.sine.to(WORK)
         stretched = cosine.square() + sine.square()
         cosine, sine = (cosine / stretched).to(work), (sine / stretched).to(work)
         size, half = cosine.shape[-1], cosine.shape[-1] // 2
-        found = vectors.to(work, copy=True)
-        rotary, turned = vectors[..., :size].to(work), found[..., :size]
+        result = vectors.to(work, copy=True)
+        rotary, turned = vectors[..., :size].to(work), result[..., :size]
         turned.mul_(cosine)
         turned[..., :half].addcmul_(rotary[..., half:], sine[:, :half])
         turned[..., half:].addcmul_(rotary[..., :half], sine[:, half:], value=-1)
-        return found
+        return result
 
     def mean(self, d_head: int) -> Float[Tensor, "d_head d_head"]:
-        """R̄: the mean over the positions of the matrices that turn a vector, in `WORK`."""
+        """Return R̄, the mean of the rotation matrices over the positions, in `WORK` precision."""
         size = self.cosine.shape[-1]
         cosine, sine = (part.to(WORK).mean(dim=0) for part in (self.cosine, self.sine))
         pairs = torch.arange(size, device=cosine.device)
@@ -153,12 +152,12 @@ NEEDS = {
     "rotations": "the model's rotation of any range of positions, also of those after the prompt",
     "replay": "the context, run once more over its own full cache: scored by `replayed`, pass by pass",
 }
-"""What a score may need, by name."""
+"""Names that `Score.needs` may list -> shape and meaning."""
 PROMPT_ALONE = ("queries", "hidden", "unrotated", "rotations", "replay")
-"""What is there while a prompt is read, and gone when a cache that decoding has filled is compressed again."""
-_Found = TypeVar("_Found")
+"""Data that exist only during the prefill, and not when a cache that decoding has filled is compressed again."""
+_Captured = TypeVar("_Captured")
 _ROW_BYTES = 48
-"""Working memory of one attention weight: its logit, its softmax and what a score makes of them, in float64."""
+"""Working memory of one attention weight: its logit, its softmax and a score's temporary, in float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,17 +165,18 @@ class LayerView:
     """One layer of one prompt, or some of its heads.
 
     Attributes:
-        queries: of the last positions that are there, all of them in a prefill; after rotation.
+        queries: queries after rotation, of the last positions that are available, all of them in a prefill.
         keys, values: of all n entries, keys after rotation.
         norms: ν.
         projection: columns of `o_proj.weight` of these heads.
         scale: factor on the logits.
-        layer, layers: which of how many.
+        layer, layers: index of the layer, and number of layers.
         sample: the sample's id, for seeds.
         window: w.
-        attention_input: (n, d_model); None where no score asks for `hidden`.
-        rotary: gives the rotation of a range of positions; None where no score asks for `unrotated` or `rotations`.
-        sinks: logits that are in every softmax of these heads, of entries without a value; None where there are none.
+        attention_input: (n, d_model); None where no score needs `hidden`.
+        rotary: function from a range of positions to their rotation; None where no score needs `unrotated` or
+            `rotations`.
+        sinks: logits in every softmax of these heads, of entries without a value; None where there are none.
     """
 
     queries: Float[Tensor, "head query d_head"]
@@ -195,12 +195,12 @@ class LayerView:
 
     @property
     def heads(self) -> int:
-        """Query heads shown."""
+        """Number of query heads in the view."""
         return self.queries.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads shown."""
+        """Number of key/value heads in the view."""
         return self.keys.shape[0]
 
     @property
@@ -210,17 +210,17 @@ class LayerView:
 
     @property
     def entries(self) -> int:
-        """N."""
+        """Number of entries, n."""
         return self.keys.shape[1]
 
     @property
     def prefix(self) -> int:
-        """N − w: entries that are to be scored."""
+        """Number of entries to score, n − w."""
         return max(0, self.entries - self.window)
 
     @cached_property
     def logits(self) -> Float[Tensor, "head query key"]:
-        """Of the window's queries."""
+        """Logits of the window's queries, −inf after each query."""
         rows = min(self.window, self.entries)
         grouped = self.queries[:, -rows:].view(self.kv_heads, self.group, rows, -1)
         return torch.cat(
@@ -232,77 +232,82 @@ class LayerView:
 
     @cached_property
     def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:
-        """Of the window's queries: on entries, and on each head's sink; 0 where there is none."""
+        """Softmax weights of the window's queries: on entries, and on each head's sink; 0 where there is none."""
         return softmax_with_sinks(self.logits, self.sinks)
 
     @cached_property
     def totals(self) -> Float[Tensor, "head query"]:
-        """Of the window's queries, the logarithm of what `weights` are divided by."""
+        """Logarithm of the softmax denominators of the window's queries."""
         total = self.logits.logsumexp(dim=-1)
         return total if self.sinks is None else torch.logaddexp(total, self.sinks.to(WORK).unsqueeze(-1))
 
     @property
     def attention(self) -> Float[Tensor, "head query key"]:
-        """Of the window's queries."""
+        """Softmax weights of the window's queries on entries."""
         return self.weights[0]
 
     @cached_property
     def left_out(self) -> HeaviestLeftOut:
-        """Of the window's queries."""
+        """The heaviest entry of each window query, and the sums without it."""
         return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.weights[1], self.sinks)
 
-    def sinks_of(self, kv_head: int) -> Float[Tensor, " group"] | None:
-        """Those of one key/value head's query heads."""
+    def group_sinks(self, kv_head: int) -> Float[Tensor, " group"] | None:
+        """Return the sink logits of one key/value head's query heads."""
         return None if self.sinks is None else self.sinks[kv_head * self.group : (kv_head + 1) * self.group]
 
     @cached_property
     def outputs(self) -> Float[Tensor, "head query d_head"]:
-        """Of the window's queries."""
+        """Outputs of the window's queries before W_O."""
         return self.left_out.whole
 
     @cached_property
     def distances(self) -> Float[Tensor, "head query key"]:
-        """Squared, from one product: an error of about 1e-16 · ‖v_j‖²; each query's heaviest entry is exact."""
+        """‖v_j − o_i‖₂² of the window's queries, with an error of about 1e-16 · ‖v_j‖².
+
+        Each query's heaviest entry is exact.
+        """
         values, outputs = self.values.to(WORK), self.outputs
         ones = torch.ones_like(values[..., :1])
         lengths = outputs.square().sum(dim=-1, keepdim=True)
         ours = torch.cat([-2 * outputs, torch.ones_like(lengths), lengths], dim=-1)
         theirs = torch.cat([values, values.square().sum(dim=-1, keepdim=True), ones], dim=-1)
         grouped = ours.reshape(self.kv_heads, -1, ours.shape[-1]) @ theirs.mT
-        found = grouped.view(self.heads, -1, self.entries).clamp_(min=0)
+        squared = grouped.view(self.heads, -1, self.entries).clamp_(min=0)
         left = self.left_out
-        return found.scatter_(-1, left.place.unsqueeze(-1), (left.mass.square() * left.apart).unsqueeze(-1))
+        return squared.scatter_(
+            -1, left.place.unsqueeze(-1), (left.mass.square() * left.squared_distance).unsqueeze(-1)
+        )
 
     @cached_property
     def w_o(self) -> Float[Tensor, "head d_head d_model"]:
-        """Slices of the output projection."""
+        """W_O^h, the slices of the output projection."""
         return theory.head_slices(self.projection, self.heads)
 
     @cached_property
     def unrotated(self) -> Float[Tensor, "head query d_head"]:
         """All queries before rotation."""
-        return _asked_for(self.rotary, "unrotated")(range(self.entries)).turned_back(self.queries)
+        return _require(self.rotary, "unrotated")(range(self.entries)).unrotate(self.queries)
 
     @property
     def rotations(self) -> Callable[[range], Rotation]:
-        """The rotation of a range of positions."""
-        return _asked_for(self.rotary, "rotations")
+        """Function from a range of positions to their rotation."""
+        return _require(self.rotary, "rotations")
 
     @property
     def hidden(self) -> Float[Tensor, "key d_model"]:
-        """What goes into the layer's attention."""
-        return _asked_for(self.attention_input, "hidden")
+        """Input of the layer's attention."""
+        return _require(self.attention_input, "hidden")
 
     def per_head(self, shared: Float[Tensor, kv_head * rest]) -> Float[Tensor, head * rest]:
-        """What a key/value head has, for each of its query heads."""
+        """Repeat each key/value head's rows for its query heads."""
         return shared.repeat_interleave(self.group, dim=0)
 
     def of_window(self, window: int) -> LayerView:
-        """The same layer with another window."""
+        """Return the same layer with another window."""
         return self if window == self.window else replace(self, window=window)
 
     def parts(self, chunk_bytes: int) -> Iterator[LayerView]:
-        """The heads in as many parts as keep attention rows inside the working memory; itself where they fit."""
+        """Yield the view in parts of heads whose attention rows fit into the working memory; itself where they fit."""
         each = _ROW_BYTES * self.group * min(self.window, self.entries) * self.entries
         size = max(1, chunk_bytes // max(1, each))
         if size >= self.kv_heads:
@@ -325,7 +330,7 @@ class LayerView:
         )
 
 
-def _asked_for(found: _Found | None, name: str) -> _Found:
+def _require(found: _Captured | None, name: str) -> _Captured:
     if found is None:
         msg = f"{name} of the layer were not captured: no score of the run needs them"
         raise PluginError(msg)

@@ -1,8 +1,8 @@
-"""What one layer shows while a part of the context is run once more over the context's own full cache.
+"""A layer's data in one pass of a replay, in which a part of the context is run again over the context's full cache.
 
-A replay goes through the context in parts of `chunk` tokens. In each of its passes the model reads words that ask for
-the part, and then the part itself; it attends to the whole cache, but a score sees three kinds of keys, one behind the
-other: the context's first ones, those of the part, and those that the pass itself has made.
+A replay goes through the context in parts of `chunk` tokens. In each of its passes the model reads an instruction to
+repeat the part, and then the part itself; it attends to the whole cache, but a score sees three kinds of keys, in this
+order: the context's first ones, those of the part, and those of the pass itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BLOCK_ENTRIES = 2**20
 
 @dataclass(frozen=True)
 class Replay:
-    """How a context is run again; what differs in nothing here shares its passes.
+    """Options of a replay; scores with equal replays share the passes.
 
     Attributes:
         chunk: tokens of a part.
-        wording: who worded what asks for a part, a key of `pipeline.replay.WORDINGS`.
+        wording: source of the instruction, a key of `pipeline.replay.WORDINGS`.
         sinks: first entries of the context that every pass sees.
     """
 
@@ -41,14 +41,14 @@ class ReplayView:
     """One layer in one pass.
 
     Attributes:
-        queries: of the pass (head, query, d_head), after rotation.
+        queries: queries of the pass (head, query, d_head), after rotation.
         keys, values: of the first entries, the part and the pass (kv_head, key, d_head); keys after rotation.
-        hidden: what goes into the layer's attention (query, d_model); None where no score asks for `hidden`.
+        hidden: input of the layer's attention (query, d_model); None where no score needs `hidden`.
         projection: `o_proj.weight`.
         scale: factor on the logits.
-        sinks, chunk: how many entries are first ones, and of the part.
-        layer, sample: where this is, for messages.
-        sink_logits: in every softmax of the heads, of entries without a value; None where there are none.
+        sinks, chunk: number of first entries, and of entries of the part.
+        layer, sample: layer index and sample id, for messages.
+        sink_logits: logits in every softmax of the heads, of entries without a value; None where there are none.
     """
 
     queries: Float[Tensor, "head query d_head"]
@@ -70,11 +70,14 @@ class ReplayView:
 
     @property
     def part(self) -> slice:
-        """Which of the keys are the part's."""
+        """Slice of the part's keys."""
         return slice(self.sinks, self.sinks + self.chunk)
 
     def rows(self) -> Iterator[tuple[slice, slice, Float[Tensor, "group query chunk"]]]:
-        """Heads, queries, and their weights on the part's entries, block by block; softmax over all keys seen."""
+        """Yield heads, queries, and their weights on the part's entries, in blocks.
+
+        The softmax is over all visible keys.
+        """
         heads, count, seen = len(self.queries), self.queries.shape[1], self.keys.shape[1]
         dtype = torch.promote_types(self.queries.dtype, torch.float32)
         block = max(1, _BLOCK_ENTRIES // (self.group * seen))
@@ -88,7 +91,7 @@ class ReplayView:
                 yield own, some, weights[..., self.part]
 
     def norms(self) -> Float[Tensor, "head chunk"]:
-        """‖v_j W_O^h‖₂ of the part's entries, from the products of W_O^h's rows, so that no projection is held."""
+        """Return ‖v_j W_O^h‖₂ of the part's entries from the Gram matrices of W_O^h, without storing projections."""
         d_head = self.queries.shape[-1]
         slices = self.projection.to(WORK).view(len(self.projection), -1, d_head)
         products = torch.einsum("mhk,mhl->hkl", slices, slices)

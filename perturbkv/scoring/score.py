@@ -1,8 +1,8 @@
-"""What a score is: one number per entry before the window, larger is better, from what a layer shows.
+"""The base class of scores: one number per entry before the window, larger is better, computed from a layer's data.
 
-A score is a subclass of `Score` in a file of its own in `perturbkv/scoring/scores/`, or of somebody else
-(docs/extending.md). How many entries each head keeps, and how they are taken from the scores, is not its question:
-every budget rule and every selection works on any score.
+A score is a subclass of `Score` in a file of its own in `perturbkv/scoring/scores/`, or external (docs/extending.md).
+It decides neither how many entries each head keeps nor how they are selected: every budget rule and every selection
+works on any score.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Asked:
 
 @dataclass(frozen=True)
 class Score(WithOptions):
-    """A way to score entries; its fields are its options. Equal ones are computed once per prompt.
+    """A way to score entries; its fields are its options. Equal scores are computed once per prompt.
 
     Attributes:
-        name, summary, paper: what it is and its source; empty where no paper is its source.
-        needs: what it looks at of a layer, keys of `layer_view.NEEDS`; anything else is refused.
-        own_window: its window where nobody says otherwise; None: the preset's.
-        own_defaults: options whose default stands whatever the preset.
-        by_place: options that say what stays because of its place; they matter where no score is looked at too.
+        name, summary, paper: its name, a description and its source; empty where no paper is its source.
+        needs: the layer's data that it uses, keys of `layer_view.NEEDS`; access to anything else is refused.
+        own_window: its default window; None: the preset's.
+        own_defaults: options whose default is independent of the preset.
+        by_place: options that decide by position what stays; they matter even where no score is computed.
         signed: whether it may be below 0, so that it cannot be multiplied or mixed.
-        holds_norms: whether value norms are in it already.
-        whole_layer: whether it looks across key/value heads, and so has to see all of them at once.
-        reduces: how a group's query heads become one kept set's, pooled each by itself: `mean` or `max`; empty: as the
-            granularity says, before they are pooled.
-        pools_inside: whether `pool` and `kernel` are for `score` itself, which gives what is not to be pooled again.
-        pool, kernel: pooling over positions of what `score` gives.
+        holds_norms: whether it includes value norms already.
+        whole_layer: whether it depends on several key/value heads, and so needs all of them at once.
+        reduces: reduction over a group's query heads for a shared kept set, after pooling: `mean` or `max`; empty: the
+            granularity's reduction, before pooling.
+        pools_inside: whether `score` applies `pool` and `kernel` itself, so that its result is not pooled again.
+        pool, kernel: pooling over positions of the result of `score`.
     """
 
     name: ClassVar[str]
@@ -63,45 +63,45 @@ class Score(WithOptions):
     kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """The entries before the window, unpooled: a row per query head shown, or one per key/value head."""
+        """Return the unpooled score of the prefix entries, a row per query head in the view or per key/value head."""
         raise NotImplementedError
 
     @property
     def called(self) -> str:
-        """Its name; of a user's file, which needs none, the class's."""
+        """The score's name, or the class name for a class of a user's file."""
         return getattr(self, "name", type(self).__name__)
 
     @property
     def replay(self) -> Replay | None:
-        """How the context is to be run again, of a score that needs `replay`; its entries are scored by `replayed`."""
+        """The replay that the score needs; its entries are then scored by `replayed`."""
         return None
 
     def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
-        """The entries of the part of the context that one pass of the replay repeats, unpooled."""
+        """Return the unpooled score of the entries of the context part that one pass of the replay repeats."""
         raise NotImplementedError
 
     @property
     def first_entries(self) -> int:
-        """First entries that always stay."""
+        """Number of first entries that always stay."""
         return 0
 
     @classmethod
     def flaw(cls) -> str:
-        """What is wrong with the class; empty where nothing is."""
+        """Return an error in the class definition; empty where there is none."""
         if isinstance(cls.needs, str) or not set(cls.needs) <= set(NEEDS):
             return f"expected needs to name some of {', '.join(NEEDS)}, got {cls.needs!r}"
         return "" if cls.score is not Score.score else "expected a method score(self, layer), got none"
 
     @classmethod
     def carries_history(cls) -> bool:
-        """Whether it looks at what decoding forgets, so that a cache cannot be compressed again by it."""
+        """Return whether it uses data of the prefill only, so that a cache cannot be compressed again by it."""
         return not set(cls.needs).isdisjoint(PROMPT_ALONE)
 
     def pooling(self, pooled: bool = True) -> tuple[str, int]:
-        """Kind and width of the pooling, of a score that is to be `pooled`; no pooling has no width."""
+        """Return kind and width of the pooling, where the score is to be `pooled`; ("none", 1) without pooling."""
         outside = pooled and self.pool != "none" and not self.pools_inside
         return (self.pool, self.kernel) if outside else ("none", 1)
 
     def unpooled(self) -> Self:
-        """What is computed: scores that differ in pooling alone share it."""
+        """Return the score without pooling, which scores that differ only in pooling share."""
         return self if self.pools_inside else dataclasses.replace(self, pool="none", kernel=1)

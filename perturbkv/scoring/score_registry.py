@@ -1,4 +1,4 @@
-"""The known scores, by name: the files of `scores/`, what was registered, installed packages' and single files."""
+"""The known scores by name: the files of `scores/`, registered ones, those of packages and of a user's file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import Choice, as_choice
-from perturbkv.configs.option import completed
+from perturbkv.configs.option import complete_choice
 from perturbkv.configs.plugins import Catalogue
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from perturbkv.scoring.score import Score
 
 OWN = "own"
-"""Where a policy's own score is meant."""
+"""Name that stands for a policy's own score."""
 
 
 def _base() -> type[Score]:
@@ -28,25 +28,25 @@ SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base,
 
 
 def build(choice: Choice | str) -> Score:
-    """The score with its options, those that were not given at their defaults. Raises as `resolved`."""
+    """Return the score of a choice, with defaults for missing options. Raises as `resolved`."""
     named = as_choice(choice)
-    return _built(cast("Any", SCORES.info(named.name)), named)
+    return _build(cast("Any", SCORES.info(named.name)), named)
 
 
 @functools.cache
-def _built(kind: Any, choice: Choice) -> Score:
-    found: Score = kind(**resolved(choice).options)
-    return found
+def _build(kind: Any, choice: Choice) -> Score:
+    score: Score = kind(**resolved(choice).options)
+    return score
 
 
 def resolved(choice: Choice) -> Choice:
-    """The choice with every option that makes a difference.
+    """Return the choice with every option that makes a difference.
 
-    Raises UnknownNameError, PluginError, and ConfigError for an option that the score lacks, or one without effect.
+    Raises UnknownNameError, PluginError, and ConfigError for an unknown option or one without effect.
     """
     if choice.usual is not None:
         return choice
-    whole = completed(choice, f"score '{choice.name}'", SCORES.info(choice.name).options())
+    whole = complete_choice(choice, f"score '{choice.name}'", SCORES.info(choice.name).options())
     if whole.options.get("pool") != "none":
         return whole
     if "kernel" in whole.told:

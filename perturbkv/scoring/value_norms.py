@@ -1,4 +1,4 @@
-"""Projected value norms ν = ‖V_i W_O^h‖₁, and ‖V_i W_O^h‖₂, without ever holding V W_O (METHOD: Notation)."""
+"""Projected value norms ν = ‖V_i W_O^h‖₁, and ‖V_i W_O^h‖₂, without ever storing V W_O (METHOD: Notation)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def projected_value_norms(
     chunk_bytes: int = CHUNK_BYTES,
     kernel: str = "auto",
 ) -> Float[Tensor, "head key"]:
-    """ν_{h,i} = ‖V_i W_O^h‖₁ in float32 (float64 for a float64 model), tile by tile.
+    """Return ν_{h,i} = ‖V_i W_O^h‖₁ in float32 (float64 for a float64 model), computed in tiles.
 
-    `w_o` is `o_proj.weight`, `kernel` one of `NORM_KERNELS`. The Triton kernel needs no memory beside inputs and
-    result. The chunked product's stays under `chunk_bytes`, or under one entry's projections where those are larger;
-    one product serves all query heads of a key/value head.
+    `w_o` is `o_proj.weight`, `kernel` one of `NORM_KERNELS`. The Triton kernel needs no memory besides inputs and
+    result. The chunked product needs at most `chunk_bytes`, or one entry's projections where those are larger; one
+    product serves all query heads of a key/value head.
 
-    Raises UnknownNameError for an unknown kernel, ConfigError where `triton` is asked for and cannot work.
+    Raises UnknownNameError for an unknown kernel, ConfigError where `triton` is requested and cannot work.
     """
     check_kernel(kernel, value.device)
-    if not _by_triton(kernel, value, w_o):
+    if not _use_triton(kernel, value, w_o):
         return _chunked(value, w_o, chunk_bytes)
     from perturbkv.scoring.kernels import projected_norms
 
@@ -49,9 +49,9 @@ def euclidean_value_norms(
     w_o: Float[Tensor, "d_model head_d_head"],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Float[Tensor, "head key"]:
-    """‖V_i W_O^h‖₂ in float32 (float64 for a float64 model), by way of V_i (W_O^h W_O^hᵀ) V_iᵀ in float64.
+    """Return ‖V_i W_O^h‖₂ in float32 (float64 for a float64 model), from V_i (W_O^h W_O^hᵀ) V_iᵀ in float64.
 
-    Each head's product of weights is d_head × d_head: an entry costs d_head² in place of d_head · d_model. Working
+    Each head's product of weights is d_head × d_head: an entry costs d_head² instead of d_head · d_model. Working
     memory stays under `chunk_bytes`, or under one entry's where that is larger.
     """
     kv_heads, keys, d_head = value.shape
@@ -78,7 +78,7 @@ def check_kernel(kernel: str, device: torch.device) -> None:
 
 
 def triton_unavailable_reason(device: torch.device) -> str:
-    """Why the Triton kernel cannot run on a device; empty where it can, and `auto` takes it on CUDA."""
+    """Return why the Triton kernel cannot run on a device; empty where it can. `auto` uses it on CUDA only."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu":
@@ -90,8 +90,8 @@ def triton_unavailable_reason(device: torch.device) -> str:
     return projected_norms.triton_unavailable_reason(device)
 
 
-def _by_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
-    """Whether the Triton kernel is taken. Raises ConfigError where it is asked for and the tensors do not suit it."""
+def _use_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
+    """Return whether the Triton kernel is used. Raises ConfigError where it is requested for unsuitable tensors."""
     if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or triton_unavailable_reason(value.device))):
         return False
     from perturbkv.scoring.kernels import projected_norms
@@ -123,5 +123,5 @@ def _chunked(
 
 
 def _tile_entries(entry_bytes: int, keys: int, device: torch.device, chunk_bytes: int) -> int:
-    """Entries whose projections fit the bound."""
+    """Return the number of entries whose projections fit the bound."""
     return max(1, min(keys, working_bytes(device, chunk_bytes) // entry_bytes))

@@ -1,4 +1,4 @@
-"""What scores are made of: causal softmax rows, pooling over positions, groups of heads, seeded numbers."""
+"""Building blocks of scores: causal softmax rows, pooling over positions, reduction of groups, seeded numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perturbkv.theory import WORK, softmax_with_sinks
 def causal_logits(
     query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
 ) -> Float[Tensor, "group query key"]:
-    """Logits of one key/value head's queries, which stand at `first`, `first` + 1, …; −inf for later keys."""
+    """Return the logits of one key/value head's queries, at positions `first`, `first` + 1, …; −inf for later keys."""
     position = torch.arange(first, first + query.shape[1], device=key.device)
     future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
     return (query @ key.T * scale).masked_fill_(future, -torch.inf)
@@ -28,12 +28,15 @@ def causal_rows(
     first: int,
     sinks: Float[Tensor, " group"] | None = None,
 ) -> Float[Tensor, "group query key"]:
-    """Softmax rows of one key/value head's queries, in the query's dtype; `sinks` are in every row's denominator."""
+    """Return the softmax rows of one key/value head's queries, in the query's dtype.
+
+    `sinks` add to every denominator.
+    """
     return softmax_with_sinks(causal_logits(query, key, scale, first), sinks)[0]
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:
-    """Ā': scores pooled over neighbouring positions, same length. `average` counts the padding's zeros."""
+    """Return Ā', the scores pooled over neighbouring positions, same length. `average` counts the padding's zeros."""
     if kind == "none" or score.shape[-1] == 0:
         return score
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
@@ -43,7 +46,7 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
 def pool_signed(
     score: Float[Tensor, "head prefix"], kind: str, kernel: int, there: Bool[Tensor, "head prefix"]
 ) -> Float[Tensor, "head prefix"]:
-    """As `pool`, of scores that may be below 0: zeros beyond the ends and where no entry is `there` do not count."""
+    """Pool scores that may be below 0: positions beyond the ends, or where no entry is `there`, do not count."""
     if kind != "average":
         return pool(score.masked_fill(~there, -torch.inf), kind, kernel)
     counted = pool(there.to(score.dtype), kind, kernel)
@@ -53,7 +56,7 @@ def pool_signed(
 def reduce_group(
     score: Float[Tensor, "rows prefix"], kept_heads: int, how: str = "mean"
 ) -> Float[Tensor, "kept_head prefix"]:
-    """Scores per kept set: unchanged, mean or max over a group, or a group's own score for each of its query heads."""
+    """Return scores per kept set: unchanged, reduced by `how` over a group, or repeated for its query heads."""
     if kept_heads >= score.shape[0]:
         return score.repeat_interleave(kept_heads // score.shape[0], dim=0) if kept_heads > score.shape[0] else score
     grouped = score.view(kept_heads, score.shape[0] // kept_heads, score.shape[-1])
@@ -61,7 +64,7 @@ def reduce_group(
 
 
 def seeded(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:
-    """Uniform numbers that depend on seed, sample and layer alone, not on the device; on the CPU."""
+    """Return uniform numbers that depend only on seed, sample and layer, not on the device; on the CPU."""
     digest = hashlib.sha256(f"{seed}/{sample}/{layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.rand((heads, prefix), generator=generator, dtype=WORK)

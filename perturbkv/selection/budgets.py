@@ -15,13 +15,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.entry_counts import whole_entries
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import Blocks
 from perturbkv.devices import on_device
 from perturbkv.selection.layer_budget import LayerBudget
-from perturbkv.selection.layer_statistics import Ends, at_ends
-from perturbkv.selection.policies import registry
+from perturbkv.selection.layer_statistics import at_ends
 from perturbkv.selection.ranking import Scores
+from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
 Rows = Int[Tensor, " row"] | slice
@@ -61,32 +60,33 @@ class Budgets:
         return at_ends(place, begin.unsqueeze(-1), place.shape[-1], first, recent)
 
 
-def budgets_of(configs: Sequence[EvictionConfig], scores: Scores, prompt_tokens: int) -> Budgets:
+def budgets_of(configs: Sequence[ResolvedConfig], scores: Scores, prompt_tokens: int) -> Budgets:
     """Every configuration's, inside what its kept sets hold; they rank alike, so that their blocks are the same."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     blocks = configs[0].blocks(prompt_tokens)
-    ends = [blocks_at_ends(config, prompt_tokens) for config in configs]
+    ends = [config.ends(prompt_tokens) for config in configs]
     shared = [_allocate(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
     if scores.statistics.valid is not None:
         kept = torch.minimum(kept, blocks.before - scores.statistics.begin // blocks.size)
-    asked_first, asked_recent = on_device(ends, device).unsqueeze(1).unbind(dim=-1)
+    both = [(each.first, each.recent) for each in ends]
+    asked_first, asked_recent = on_device(both, device).unsqueeze(1).unbind(dim=-1)
     recent = torch.minimum(kept, asked_recent)
     first = torch.minimum(kept - recent, asked_first)
     always = first + recent
-    if scores.has_own_stages(configs[0]):
-        stage1 = torch.stack([scores.first_counts(config, _settled(config, prompt_tokens)) for config in configs])
+    if configs[0].has_own_stages:
+        stage1 = torch.stack([scores.first_counts(config, own) for config, own in zip(configs, ends, strict=True)])
     else:
-        least = on_device([[_guaranteed(config, prompt_tokens)] for config in configs], device)
+        least = on_device([[config.guaranteed(prompt_tokens)] for config in configs], device)
         shares = _alphas(configs, scores)
         stage1 = torch.maximum(_stage1(shares, configs, kept - always, always + blocks.tail_blocks), least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
 
-def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
+def _allocate(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
     """Blocks of each kept set's prefix: those that always stay, and its part of the others as the policy shares out."""
     statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
-    ends, given = _settled(config, prompt_tokens), None
+    ends, given = config.ends(prompt_tokens), None
     if statistics.head_scores:
         by_head = torch.tensor(statistics.head_scores, dtype=WORK)
         given = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
@@ -102,37 +102,10 @@ def _allocate(config: EvictionConfig, scores: Scores, prompt_tokens: int) -> Int
         of_model=statistics.of_model and functools.partial(statistics.of_model, config, ends),
         window=blocks.tail_blocks,
     )
-    return registry.build(config.policy).allocate(config, available) + ends.always
+    return config.system.allocate(config, available) + ends.always
 
 
-def _settled(config: EvictionConfig, prompt_tokens: int) -> Ends:
-    """What always stays at both ends, and what the budget buys beside it."""
-    first, recent = blocks_at_ends(config, prompt_tokens)
-    bought = config.blocks(prompt_tokens).bought(config.allowed_entries(prompt_tokens))
-    return Ends(first, recent, bought - first - recent)
-
-
-def blocks_at_ends(config: EvictionConfig, prompt_tokens: int) -> tuple[int, int]:
-    """Blocks before the tail that stay for entries that are first, or recent; no more in all than the budget buys."""
-    allowed, window = config.allowed_entries(prompt_tokens), min(config.window, prompt_tokens)
-    blocks = config.blocks(prompt_tokens)
-    policy = registry.build(config.policy)
-    first = min(policy.first_entries(config, allowed), allowed - window)
-    recent = min(policy.recent_entries(config, allowed), allowed - first)
-    bought = blocks.bought(allowed)
-    first_blocks = min(blocks.first(first), bought)
-    return first_blocks, min(blocks.recent(recent), bought - first_blocks)
-
-
-def _guaranteed(config: EvictionConfig, prompt_tokens: int) -> int:
-    """Blocks beside those that always stay that stage 1 takes at least."""
-    blocks = config.blocks(prompt_tokens)
-    kept = blocks.tail_blocks + blocks.bought(config.allowed_entries(prompt_tokens))
-    always = blocks.tail_blocks + sum(blocks_at_ends(config, prompt_tokens))
-    return registry.build(config.policy).guaranteed(config, kept, always)
-
-
-def _alphas(configs: Sequence[EvictionConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
+def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
     """Each kept set's share of stage 1."""
     layer, device = scores.statistics.layer, scores.statistics.norms.device
     return on_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
@@ -140,7 +113,7 @@ def _alphas(configs: Sequence[EvictionConfig], scores: Scores) -> Float[Tensor, 
 
 def _stage1(
     alpha: Float[Tensor, "config kept_head"],
-    configs: Sequence[EvictionConfig],
+    configs: Sequence[ResolvedConfig],
     free: Int[Tensor, "config kept_head"],
     always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:

@@ -11,13 +11,14 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies.registry import build, info, known, names
+from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
 
 
 def pairs() -> list[tuple[str, str, str]]:
-    """Which policies combine with which selections and caches: rows of names, as `perturbkv policies` prints them."""
+    """Return the policies, selections and caches that combine, as `perturbkv list policies` prints them."""
 
     def fits(policy: type[Policy]) -> tuple[Any, ...]:
         return policy.selections, policy.caches()
@@ -44,7 +45,8 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
             "choose kv or query, or another policy"
         )
         raise ConfigError(msg)
-    if build(config.policy).first_stage is not None and config.block > 1:
+    resolved = resolve(config)
+    if resolved.system.first_stage is not None and config.block > 1:
         msg = (
             f"policy '{policy.name}' chooses single entries in a stage 1 of its own; leave block of the granularity out"
         )
@@ -52,11 +54,11 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
     if cache not in policy.caches():
         budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
         raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
-    _check_sign(config)
-    _check_correction(config)
+    _check_sign(resolved)
+    _check_correction(resolved)
 
 
-def _check_correction(config: EvictionConfig) -> None:
+def _check_correction(config: ResolvedConfig) -> None:
     """Raise ConfigError where nothing can stand in for the entries that went."""
     if not config.corrected:
         return
@@ -66,7 +68,7 @@ def _check_correction(config: EvictionConfig) -> None:
             f"'{config.precision}' or the correction out"
         )
         raise ConfigError(msg)
-    if build(config.policy).in_cache:
+    if config.in_cache:
         msg = (
             f"correction '{config.correction}' predicts by queries at the prompt's positions, and positions=in-cache "
             "moves them; use positions=kept, or leave the correction out"
@@ -74,7 +76,7 @@ def _check_correction(config: EvictionConfig) -> None:
         raise ConfigError(msg)
 
 
-def check_ends(config: EvictionConfig, prompt_tokens: int) -> None:
+def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     """Raise BudgetError where the budget leaves nothing to rank beside what the policy always keeps of a prompt.
 
     A policy that ranks by position is left alone, and a prompt of which nothing is evicted.
@@ -82,7 +84,7 @@ def check_ends(config: EvictionConfig, prompt_tokens: int) -> None:
     kept = config.kept_entries(prompt_tokens)
     if kept >= prompt_tokens or config.given or config.selection.name == "position":
         return
-    policy = build(config.policy)
+    policy = config.system
     first, recent = policy.first_entries(config, kept), max(config.window, policy.recent_entries(config, kept))
     if kept <= first + recent:
         msg = (
@@ -92,15 +94,15 @@ def check_ends(config: EvictionConfig, prompt_tokens: int) -> None:
         raise BudgetError(msg)
 
 
-def counted_twice(configs: Iterable[EvictionConfig]) -> list[str]:
+def counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
     """Scores that hold value norms already, in configurations that multiply ν in again."""
-    staged = [build(config.policy).score for config in configs if config.selection.name == "two-stage"]
+    staged = [config.system.score for config in configs if config.selection.name == "two-stage"]
     return list(dict.fromkeys(score.called for score in staged if score.holds_norms))
 
 
-def _check_sign(config: EvictionConfig) -> None:
+def _check_sign(config: ResolvedConfig) -> None:
     """Raise ConfigError where scores below 0 would be multiplied or mixed (METHOD: Scores of later methods)."""
-    policy = build(config.policy)
+    policy = config.system
     multiplied = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
     user = f"policy '{policy.name}'" if policy.mixes else multiplied
     if policy.score.signed and user:
@@ -121,7 +123,8 @@ def check_compressible(config: EvictionConfig) -> None:
     if not config.evicts:
         msg = f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
         raise ConfigError(msg)
-    if config.quantised and build(config.policy).in_cache:
+    resolved = resolve(config)
+    if config.quantised and resolved.in_cache:
         msg = (
             "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
             "--compress-every works with precision full or positions=kept"
@@ -133,14 +136,14 @@ def check_compressible(config: EvictionConfig) -> None:
             "correction none"
         )
         raise ConfigError(msg)
-    if not _compressible(build(config.policy)):
+    if not _compressible(resolved.system):
         able = ", ".join(name for name in names() if _compressible(build(Choice(name))))
         msg = (
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
             f"works with {able}"
         )
         raise ConfigError(msg)
-    if build(config.policy).score.whole_layer and build(config.policy).budgets == "by head":
+    if resolved.system.score.whole_layer and resolved.system.budgets == "by head":
         msg = (
             f"policy '{config.policy}' compares all heads of a layer, whose entries differ once its budgets are by "
             "head; --compress-every works with it where budgets are alike, such as of snapkv"
@@ -152,9 +155,9 @@ def _compressible(policy: Policy) -> bool:
     return not policy.score.carries_history() and not policy.whole_model and policy.name not in EVICT_NOTHING
 
 
-def needs_all_layers(config: EvictionConfig) -> bool:
+def needs_all_layers(config: ResolvedConfig) -> bool:
     """Whether no layer can be evicted before the last one is read."""
-    policy = build(config.policy)
+    policy = config.system
     return policy.whole_model or policy.score.replay is not None
 
 
@@ -177,6 +180,6 @@ def _refusal(what: str) -> str:
 
 
 def works() -> str:
-    """Everything that combines, in one line: the table of `perturbkv policies`."""
+    """Everything that combines, in one line: the table of `perturbkv list policies`."""
     listed = "; ".join(f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in pairs())
-    return f"what works (perturbkv policies): {listed}"
+    return f"what works (perturbkv list policies): {listed}"

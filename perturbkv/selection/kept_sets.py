@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import working_bytes
 from perturbkv.selection import ranking as whole_blocks
-from perturbkv.selection.budgets import Budgets, Rows, blocks_at_ends, budgets_of
+from perturbkv.selection.budgets import Budgets, Rows, budgets_of
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Ranking, Scores
+from perturbkv.selection.resolved_config import ResolvedConfig
 
 _STEP_BYTES = 64 * 2**20
 """Working memory of one step of the selection."""
@@ -81,7 +81,7 @@ class RankingGroup:
 
 
 def ranking_groups(
-    configs: Sequence[EvictionConfig], scores: Callable[[EvictionConfig], Scores], prompt_tokens: int
+    configs: Sequence[ResolvedConfig], scores: Callable[[ResolvedConfig], Scores], prompt_tokens: int
 ) -> list[RankingGroup]:
     """What every configuration keeps in one layer; `scores` gives the layer's scores for a configuration.
 
@@ -100,7 +100,7 @@ def ranking_groups(
     ]
 
 
-def select(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
+def select(config: ResolvedConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
     """The entries that one configuration keeps in one layer: (kept_head, n). Raises what `ranking_groups` raises."""
     scores = Scores(statistics)
     (only,) = ranking_groups([config], lambda _: scores, prompt_tokens)
@@ -110,7 +110,7 @@ def select(config: EvictionConfig, statistics: LayerStatistics, prompt_tokens: i
 
 def _group(
     places: Sequence[int],
-    configs: Sequence[EvictionConfig],
+    configs: Sequence[ResolvedConfig],
     scores: Scores,
     first: Ranking,
     second: Ranking,
@@ -118,7 +118,7 @@ def _group(
 ) -> RankingGroup:
     budgets = budgets_of(configs, scores, prompt_tokens)
     begin = scores.statistics.begin // budgets.blocks.size
-    protects = any(any(blocks_at_ends(config, prompt_tokens)) for config in configs)
+    protects = any(config.ends(prompt_tokens).always for config in configs)
     steps = [_cuts(first, second, budgets, begin if protects else None, rows) for rows in _steps(len(configs), first)]
     stage1_cut, cut = (torch.cat(kind) for kind in zip(*steps, strict=True))
     return RankingGroup(tuple(places), first, second, budgets, begin, protects, stage1_cut, cut)
@@ -204,10 +204,10 @@ Group = RankingGroup | GivenGroup
 
 
 def kept_groups(
-    configs: Sequence[EvictionConfig],
-    scores: Callable[[EvictionConfig], Scores],
+    configs: Sequence[ResolvedConfig],
+    scores: Callable[[ResolvedConfig], Scores],
     prompt_tokens: int,
-    given: Mapping[EvictionConfig, Bool[Tensor, "kv_head key"]],
+    given: Mapping[ResolvedConfig, Bool[Tensor, "kv_head key"]],
 ) -> list[Group]:
     """`ranking_groups` of the configurations that rank, and what the others were given, in one order in all layers.
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
+from perturbkv.selection.resolved_config import Ends, ResolvedConfig
 from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
-OfModel = Callable[[EvictionConfig, "Ends", Hashable, Callable[[Iterable[Score]], Any]], Any]
+OfModel = Callable[[ResolvedConfig, Ends, Hashable, Callable[[Iterable[Score]], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -77,29 +78,6 @@ class LayerStatistics:
         if self.valid is None:
             return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
         return self.prefix - self.valid.sum(dim=-1)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What of a budget is settled before any score is looked at, in entries or blocks.
-
-    Attributes:
-        first, recent: those before the window that always stay.
-        free: those per kept set, on the average, that are shared out by score.
-    """
-
-    first: int
-    recent: int
-    free: int
-
-    @property
-    def always(self) -> int:
-        """At both ends together."""
-        return self.first + self.recent
-
-    def competing(self, prefix: int) -> slice:
-        """The places between both ends."""
-        return slice(self.first, prefix - self.recent)
 
 
 def at_ends(place: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:

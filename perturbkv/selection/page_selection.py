@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection import ranking
 from perturbkv.selection.budgets import Budgets, Rows
 from perturbkv.selection.kept_sets import Group, KeptSets, RankingGroup, ranking_groups
 from perturbkv.selection.layer_statistics import LayerStatistics, Score
 from perturbkv.selection.ranking import Ranking, Scores, rank
+from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.selection.sparse_lines import LinedGroup
 from perturbkv.theory import WORK
 
@@ -74,45 +74,38 @@ class PageScores(Scores):
         super().__init__(layer.statistics)
         self.layer, self.query = layer, query
 
-    def first(self, config: EvictionConfig) -> Ranking:
-        """Ranking of all pages that are read, or of stage 1 where there are two."""
-        return self.ranking(_FIRST[config.selection.name](self, config), config)
-
-    def second(self, config: EvictionConfig) -> Ranking | None:
-        """Ranking of stage 2; None where there are no stages."""
-        return self.ranking(self.refined(config), config) if config.selection.name == "two-stage" else None
-
-    def ranking(self, score: Score, config: EvictionConfig) -> Ranking:
+    def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
         """The order of a score of pages, best first."""
         return self.once(("ranking", id(score)), lambda: rank(score))
 
-    def by_bound(self, config: EvictionConfig) -> Score:
-        """The softmax of the bounds over the pages, reduced over the group."""
+    def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
+        """Return the softmax of the bounds over the pages, reduced over the group."""
         how = config.granularity.options.get("reduce", "mean")
         return self._once_by("bound", config, how, lambda: self.reduced(config, self._expected(), how))
 
-    def refined(self, config: EvictionConfig) -> Score:
-        """The same × the largest ν of the page, with the group's product as configured."""
+    def second_stage(self, config: ResolvedConfig, uniform: bool = False) -> Score:
+        """Return the same × the largest ν of the page, with the group's product as configured."""
         how, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
 
         def make() -> Score:
             norms = self._largest(config)
             if product == "mean-of-products":
                 return self.reduced(config, self._expected() * norms)
-            return self.by_bound(config) * self.reduced(config, norms)
+            return self.attention(config) * self.reduced(config, norms)
 
         return self._once_by("refined", config, (how, product, config.euclidean), make)
 
-    def largest_norm(self, config: EvictionConfig) -> Score:
-        """The largest ν of the page alone."""
+    def value(self, config: ResolvedConfig) -> Score:
+        """Return the largest ν of the page alone."""
         return self._once_by("value", config, config.euclidean, lambda: self.reduced(config, self._largest(config)))
 
-    def drawn(self, config: EvictionConfig) -> Score:
-        """Seeded numbers, the same at every step."""
-        return self._once_by("drawn", config, config.selection["seed"], lambda: self._summed(self.random(config)))
+    def random(self, config: ResolvedConfig) -> Score:
+        """Return seeded numbers, the same at every step."""
+        entries = super().random
+        return self._once_by("drawn", config, config.selection["seed"], lambda: self._summed(entries(config)))
 
-    def given(self, config: EvictionConfig) -> Score:
-        """Σ A ν of the page under this query."""
+    def hindsight(self, config: ResolvedConfig) -> Score:
+        """Return Σ A ν of the page under this query."""
 
         def make() -> Score:
             added = self.layer.realised(self.query) * self.statistics.norms_of(config)
@@ -120,21 +113,21 @@ class PageScores(Scores):
 
         return self._once_by("given", config, config.euclidean, make)
 
-    def attended(self, config: EvictionConfig) -> Score:
-        """Σ A of the page under this query."""
+    def hindsight_attention(self, config: ResolvedConfig) -> Score:
+        """Return Σ A of the page under this query."""
 
         def make() -> Score:
             return self.reduced(config, self._summed(self.layer.realised(self.query)))
 
         return self._once_by("attended", config, "", make)
 
-    def _once_by(self, name: str, config: EvictionConfig, how: object, make: Callable[[], Score]) -> Score:
+    def _once_by(self, name: str, config: ResolvedConfig, how: object, make: Callable[[], Score]) -> Score:
         return self.once((name, self.kept_heads(config), how), make)
 
     def _expected(self) -> Float[Tensor, "head page"]:
         return self.once("expected", lambda: self.layer.bounds(self.query).softmax(dim=-1))
 
-    def _largest(self, config: EvictionConfig) -> Float[Tensor, "head page"]:
+    def _largest(self, config: ResolvedConfig) -> Float[Tensor, "head page"]:
         norms = self.statistics.norms_of(config)
         return self.once(("largest", config.euclidean), lambda: ranking.block_scores(norms, self.layer.size, "max"))
 
@@ -142,18 +135,7 @@ class PageScores(Scores):
         return ranking.block_scores(score, self.layer.size, "sum")
 
 
-_FIRST: dict[str, Callable[[PageScores, EvictionConfig], Score]] = {
-    "attention": PageScores.by_bound,
-    "two-stage": PageScores.by_bound,
-    "value": PageScores.largest_norm,
-    "random": PageScores.drawn,
-    "hindsight": PageScores.given,
-    "hindsight-attention": PageScores.attended,
-}
-"""Selection -> the score of all pages that are read, or of stage 1."""
-
-
-Layers = Callable[[EvictionConfig], PagedLayer]
+Layers = Callable[[ResolvedConfig], PagedLayer]
 """One layer in the pages of a configuration; those with the same pages get the same object."""
 
 
@@ -195,7 +177,7 @@ AnyGroup = Group | ReadGroup | LinedGroup
 
 
 def read_groups(
-    configs: Sequence[EvictionConfig],
+    configs: Sequence[ResolvedConfig],
     layer: Layers,
     queries: Sequence[Float[Tensor, "head d_head"]],
     prompt_tokens: int,
@@ -210,10 +192,10 @@ def read_groups(
     ]
 
 
-def _chosen(configs: Sequence[EvictionConfig], layer: Layers, query: Tensor, tokens: int) -> list[RankingGroup]:
+def _chosen(configs: Sequence[ResolvedConfig], layer: Layers, query: Tensor, tokens: int) -> list[RankingGroup]:
     made: dict[PagedLayer, PageScores] = {}
 
-    def scores(config: EvictionConfig) -> PageScores:
+    def scores(config: ResolvedConfig) -> PageScores:
         paged = layer(config)
         if paged not in made:
             made[paged] = PageScores(paged, query)
@@ -226,7 +208,7 @@ def _chosen(configs: Sequence[EvictionConfig], layer: Layers, query: Tensor, tok
 class Reader:
     """What one configuration reads of one layer of `prompt_tokens` entries, whatever query asks."""
 
-    config: EvictionConfig
+    config: ResolvedConfig
     layer: PagedLayer
     prompt_tokens: int
 

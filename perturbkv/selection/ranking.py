@@ -16,17 +16,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import Blocks
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
 from perturbkv.selection.layer_budget import in_order
-from perturbkv.selection.layer_statistics import Ends, LayerStatistics, Score, at_ends
-from perturbkv.selection.policies import registry
+from perturbkv.selection.layer_statistics import LayerStatistics, Score, at_ends
+from perturbkv.selection.resolved_config import Ends, ResolvedConfig
 from perturbkv.theory import WORK
 
 
-def block_scoring(config: EvictionConfig) -> tuple[int, str]:
+def block_scoring(config: ResolvedConfig) -> tuple[int, str]:
     """Entries of a block, and how their scores become one.
 
     By position a block is as good as its best place: the one that holds a sink comes first.
@@ -86,38 +85,35 @@ class Scores:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
 
-    def kept_heads(self, config: EvictionConfig) -> int:
+    def kept_heads(self, config: ResolvedConfig) -> int:
         """How many kept sets a cache holds; a layer's one kept set is that of every key/value head."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
 
-    def reduced(self, config: EvictionConfig, score: Tensor, how: str = "mean") -> Score:
+    def reduced(self, config: ResolvedConfig, score: Tensor, how: str = "mean") -> Score:
         """Scores of query heads, reduced over those that share a kept set."""
         return reduce_group(score, self._sets(config), how).expand(self.kept_heads(config), -1)
 
-    def _sets(self, config: EvictionConfig) -> int:
+    def _sets(self, config: ResolvedConfig) -> int:
         """How many kept sets may differ."""
         return 1 if config.granularity.name == "layer" else self.kept_heads(config)
 
-    def first(self, config: EvictionConfig) -> Ranking:
+    def first(self, config: ResolvedConfig) -> Ranking:
         """Ranking of the whole set, or of stage 1 where there are two."""
-        if self.has_own_stages(config):
-            return self.ranking(self.first_stage(config), config)
-        return self.ranking(_FIRST[config.selection.name](self, config), config)
+        score = self.first_stage(config) if config.has_own_stages else config.selector.first(self, config)
+        return self.ranking(score, config)
 
-    def second(self, config: EvictionConfig) -> Ranking | None:
+    def second(self, config: ResolvedConfig) -> Ranking | None:
         """Ranking of stage 2; None where there are no stages."""
-        if self.has_own_stages(config):
+        if config.has_own_stages:
             return self.ranking(self.attention(config), config)
-        if config.selection.name not in _UNIFORM:
-            return None
-        return self.ranking(self.second_stage(config, uniform=_UNIFORM[config.selection.name]), config)
+        return config.selector.second and self.ranking(config.selector.second(self, config), config)
 
-    def ranking(self, score: Score, config: EvictionConfig) -> Ranking:
+    def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
         """The order of a score of ours, of its entries or blocks; places without an entry come last."""
         size, how = block_scoring(config)
         return self.once(("ranking", id(score), size, how), lambda: rank(block_scores(self._valid(score), size, how)))
 
-    def heads_in_order(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " entry"]:
+    def heads_in_order(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " entry"]:
         """The kept set of every entry or block of the layer, by descending competing score; ties by place, then set.
 
         Those at both ends, which always stay, and places without an entry come last.
@@ -126,11 +122,11 @@ class Scores:
         key = ("heads", id(score), ends.first, ends.recent)
         return self.once(key, lambda: in_order(self._inner(score, ends, config.block)))
 
-    def competing(self, config: EvictionConfig, ends: Ends) -> Score:
+    def competing(self, config: ResolvedConfig, ends: Ends) -> Score:
         """What entries or blocks compete by: the pooled score, and the layer's largest for those of an own stage 1."""
         pooled, (size, how) = self.attention(config), block_scoring(config)
         score = self.once(("blocks", id(pooled), size, how), lambda: block_scores(self._valid(pooled), size, how))
-        if registry.build(config.policy).first_stage is None or not score.numel():
+        if config.system.first_stage is None or not score.numel():
             return score
 
         def make() -> Score:
@@ -139,11 +135,7 @@ class Scores:
 
         return self.once(("competing", id(score), config.policy, ends), make)
 
-    def has_own_stages(self, config: EvictionConfig) -> bool:
-        """Whether the policy's own stage 1 comes before what the selection ranks by."""
-        return config.selection.name == "attention" and registry.build(config.policy).first_stage is not None
-
-    def first_stage(self, config: EvictionConfig) -> Score:
+    def first_stage(self, config: ResolvedConfig) -> Score:
         """What the policy's own stage 1 ranks by, the group's mean. Raises ConfigError where it was not computed."""
         given = self.statistics.first_stage
         if given is None:
@@ -151,42 +143,42 @@ class Scores:
             raise ConfigError(msg)
         return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduced(config, given))
 
-    def first_counts(self, config: EvictionConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
+    def first_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
         """Entries of the policy's own stage 1 beside those at both ends, no more than the budget shares out."""
-        score, policy = self.first_stage(config), registry.build(config.policy)
+        score, policy = self.first_stage(config), config.system
         places = ends.competing(score.shape[-1])
         return self.once(
             ("own stage 1", config.policy, self.kept_heads(config), ends),
             lambda: policy.first_counts(config, score, places).clamp(max=ends.free),
         )
 
-    def attention(self, config: EvictionConfig, pooled: bool = True) -> Score:
+    def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
         """Ā reduced over the group, then pooled: Ā'. A score that reduces by itself is pooled first."""
         sets, given = self._sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
-        if own := registry.build(config.policy).score.reduces:
+        if own := config.system.score.reduces:
             key = ("pooled", sets, own, kind, kernel)
             return self.once(key, lambda: self.reduced(config, self._pooled(config, given, pooled), own))
         how = config.granularity.options.get("reduce", "mean")
         reduced = self.once(("attention", sets, how), lambda: self.reduced(config, given, how))
         return self.once(("pooled", sets, how, kind, kernel), lambda: self._pooled(config, reduced, pooled))
 
-    def _pooled(self, config: EvictionConfig, score: Tensor, pooled: bool) -> Score:
+    def _pooled(self, config: ResolvedConfig, score: Tensor, pooled: bool) -> Score:
         """Pooled as the policy says."""
         kind, kernel = _pooling(config, pooled)
-        if not registry.build(config.policy).score.signed:
+        if not config.system.score.signed:
             return pool(score, kind, kernel)
         valid = self.statistics.valid
         there = torch.ones_like(score, dtype=torch.bool) if valid is None else valid
         return pool_signed(score, kind, kernel, there.repeat_interleave(len(score) // len(there), dim=0))
 
-    def second_stage(self, config: EvictionConfig, uniform: bool) -> Score:
+    def second_stage(self, config: ResolvedConfig, uniform: bool) -> Score:
         """(S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
         pooled = config.selection.options.get("score") == "pooled"
         key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config), config.euclidean)
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
-    def _product(self, config: EvictionConfig, pooled: bool, uniform: bool) -> Score:
+    def _product(self, config: ResolvedConfig, pooled: bool, uniform: bool) -> Score:
         norms = self.statistics.norms_of(config)
         if uniform:
             norms = torch.ones_like(norms)
@@ -196,22 +188,22 @@ class Scores:
             return self.reduced(config, (per_head + _epsilon(config)) * norms)
         return (self.attention(config, pooled) + _epsilon(config)) * self.reduced(config, norms)
 
-    def value(self, config: EvictionConfig) -> Score:
+    def value(self, config: ResolvedConfig) -> Score:
         """ν alone."""
         key = ("value", self._sets(config), config.euclidean)
         return self.once(key, lambda: self.reduced(config, self.statistics.norms_of(config)))
 
-    def hindsight(self, config: EvictionConfig) -> Score:
+    def hindsight(self, config: ResolvedConfig) -> Score:
         """The realised A·ν."""
         key, given = ("hindsight", self._sets(config), config.euclidean), self.statistics
         return self.once(key, lambda: self.reduced(config, given.hindsight * given.norms_of(config)))
 
-    def hindsight_attention(self, config: EvictionConfig) -> Score:
+    def hindsight_attention(self, config: ResolvedConfig) -> Score:
         """The realised A alone."""
         sets = self._sets(config)
         return self.once(("hindsight attention", sets), lambda: self.reduced(config, self.statistics.hindsight))
 
-    def random(self, config: EvictionConfig) -> Score:
+    def random(self, config: ResolvedConfig) -> Score:
         """Uniform numbers that depend on seed, sample and layer alone, not on the device."""
         sets, given, seed = self._sets(config), self.statistics, config.selection["seed"]
 
@@ -221,9 +213,9 @@ class Scores:
 
         return self.once(("random", sets, seed), make)
 
-    def position(self, config: EvictionConfig) -> Score:
+    def position(self, config: ResolvedConfig) -> Score:
         """As the policy ranks places."""
-        kept, ranked = self.kept_heads(config), registry.build(config.policy).places()
+        kept, ranked = self.kept_heads(config), config.system.places()
 
         def make() -> Score:
             place = torch.arange(self.statistics.prefix, device=self.statistics.norms.device)
@@ -244,27 +236,10 @@ class Scores:
         return score if valid is None else score.masked_fill(~valid, -torch.inf)
 
 
-def _pooling(config: EvictionConfig, pooled: bool) -> tuple[str, int]:
+def _pooling(config: ResolvedConfig, pooled: bool) -> tuple[str, int]:
     """Kind and kernel, as the policy pools."""
-    return registry.build(config.policy).score.pooling(pooled)
+    return config.system.score.pooling(pooled)
 
 
-def _epsilon(config: EvictionConfig) -> float:
+def _epsilon(config: ResolvedConfig) -> float:
     return float(config.selection.options.get("epsilon", 0.0))
-
-
-_UNIFORM = {"two-stage": False, "two-stage-uniform": True}
-"""Selections of two stages, and whether they take ν ≡ 1."""
-
-_FIRST: dict[str, Callable[[Scores, EvictionConfig], Score]] = {
-    "attention": Scores.attention,
-    "attention-unpooled": lambda scores, config: scores.attention(config, pooled=False),
-    "two-stage": Scores.attention,
-    "two-stage-uniform": Scores.attention,
-    "value": Scores.value,
-    "random": Scores.random,
-    "hindsight": Scores.hindsight,
-    "hindsight-attention": Scores.hindsight_attention,
-    "position": Scores.position,
-}
-"""Selection -> the score of its whole set, or of stage 1."""

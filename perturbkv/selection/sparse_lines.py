@@ -20,15 +20,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.entry_counts import whole_entries
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import PROMPT_QUERIES
 from perturbkv.devices import on_device
 from perturbkv.scoring.window_attention import reduce_group, seeded
 from perturbkv.selection.budgets import Rows
 from perturbkv.selection.kept_sets import KeptSets
-from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.vertical_slash import VerticalSlash
 from perturbkv.selection.ranking import rank
+from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
 
@@ -80,9 +79,9 @@ class Chosen:
     stage1: Lines
 
 
-def choose(config: EvictionConfig, given: LastQueries) -> Chosen:
+def choose(config: ResolvedConfig, given: LastQueries) -> Chosen:
     """The lines of a budget that does not cover the prompt."""
-    policy = cast("VerticalSlash", registry.build(config.policy))
+    policy = _policy(config)
     kept_heads, n = _kept_heads(config, given), given.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
     upright = int(whole_entries(policy.vertical * free))
@@ -100,7 +99,7 @@ def choose(config: EvictionConfig, given: LastQueries) -> Chosen:
     return Chosen(Lines(vertical, slash), Lines(upright1, slash1))
 
 
-def everything(config: EvictionConfig, given: LastQueries) -> Chosen:
+def everything(config: ResolvedConfig, given: LastQueries) -> Chosen:
     """All lines."""
     every = torch.ones(_kept_heads(config, given), given.norms.shape[1], dtype=torch.bool, device=given.norms.device)
     return Chosen(Lines(every, every), Lines(every, every))
@@ -120,12 +119,12 @@ def _columns(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head ke
     return weights.sum(dim=1)
 
 
-def _weights(config: EvictionConfig, given: LastQueries) -> tuple[Tensor, Tensor | None]:
+def _weights(config: ResolvedConfig, given: LastQueries) -> tuple[Tensor, Tensor | None]:
     """A of each kept head, and A ν where there is a stage 2: what is summed along lines."""
     options, attention = config.granularity.options, _counted(config, given.attention.to(WORK))
     kept = _kept_heads(config, given)
     shared = _reduced(attention, kept, options.get("reduce", "mean"))
-    if config.selection.name != "two-stage":
+    if config.selector.second is None:
         return shared, None
     norms = given.norms.to(WORK)
     if options.get("product") == "mean-of-products":
@@ -133,9 +132,9 @@ def _weights(config: EvictionConfig, given: LastQueries) -> tuple[Tensor, Tensor
     return shared, shared * reduce_group(norms, kept).unsqueeze(1)
 
 
-def _counted(config: EvictionConfig, attention: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
+def _counted(config: ResolvedConfig, attention: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
     """The attention that sums are of: all, or without first entries and band, which every query looks at anyway."""
-    policy = cast("VerticalSlash", registry.build(config.policy))
+    policy = _policy(config)
     if policy.sums == "all":
         return attention
     queries, n = attention.shape[1:]
@@ -144,7 +143,7 @@ def _counted(config: EvictionConfig, attention: Float[Tensor, "head query key"])
     return attention.masked_fill((entry < policy.first) | (offset < config.window), 0.0)
 
 
-def _kept_heads(config: EvictionConfig, given: LastQueries) -> int:
+def _kept_heads(config: ResolvedConfig, given: LastQueries) -> int:
     return len(given.norms) if config.granularity.name == "query" else given.kv_heads
 
 
@@ -152,7 +151,7 @@ def _reduced(weights: Float[Tensor, "head query key"], kept_heads: int, how: str
     return reduce_group(weights.flatten(1), kept_heads, how).view(kept_heads, *weights.shape[1:])
 
 
-def _drawn(config: EvictionConfig, given: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
+def _drawn(config: ResolvedConfig, given: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
     """Seeded numbers for entries and for offsets."""
     made = seeded(2 * kept_heads, n, config.selection["seed"], given.sample, given.layer)
     found = made.to(given.attention.device)
@@ -185,12 +184,12 @@ _NO_LAYER = -1
 """In a seed's place of the layer: all layers are asked at the same positions."""
 
 
-def last(config: EvictionConfig, prompt_tokens: int) -> Positions:
+def last(config: ResolvedConfig, prompt_tokens: int) -> Positions:
     """The queries whose attention says which lines."""
     return tuple(range(max(0, prompt_tokens - _policy(config).last), prompt_tokens))
 
 
-def measured(config: EvictionConfig, prompt_tokens: int, sample: str) -> Positions:
+def measured(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positions:
     """The queries at which isolated quantities are measured: one of each of 32 equal parts of the prompt, seeded.
 
     None stands within the first entries and the band behind them, where a query looks at everything whatever is chosen;
@@ -204,17 +203,17 @@ def measured(config: EvictionConfig, prompt_tokens: int, sample: str) -> Positio
     return tuple(low + int(share * (high - low)) for low, high, share in zip(ends, ends[1:], drawn, strict=False))
 
 
-def wanted(configs: Iterable[EvictionConfig], prompt_tokens: int, sample: str) -> set[Positions]:
+def wanted(configs: Iterable[ResolvedConfig], prompt_tokens: int, sample: str) -> set[Positions]:
     """Everything that the full prefill has to remember queries of; nothing where no configuration has lines."""
     lined = [config for config in configs if config.lined]
     return {one for config in lined for one in (last(config, prompt_tokens), measured(config, prompt_tokens, sample))}
 
 
-def _policy(config: EvictionConfig) -> VerticalSlash:
-    return cast("VerticalSlash", registry.build(config.policy))
+def _policy(config: ResolvedConfig) -> VerticalSlash:
+    return cast("VerticalSlash", config.system)
 
 
-Layer = Callable[[EvictionConfig], LastQueries]
+Layer = Callable[[ResolvedConfig], LastQueries]
 """One layer's last queries for a configuration."""
 
 
@@ -271,7 +270,7 @@ class LinedGroup:
         return LinedBudgets(found.kept.sum(dim=-1), found.stage1.sum(dim=-1) - self.window)
 
 
-def lined_groups(configs: Sequence[EvictionConfig], layer: Layer, prompt_tokens: int, sample: str) -> list[LinedGroup]:
+def lined_groups(configs: Sequence[ResolvedConfig], layer: Layer, prompt_tokens: int, sample: str) -> list[LinedGroup]:
     """Those of the configurations that look along lines, by the order in which they come."""
     alike: dict[tuple[int, int, Positions], dict[int, Chosen]] = {}
     for place, config in enumerate(configs):
@@ -285,6 +284,6 @@ def lined_groups(configs: Sequence[EvictionConfig], layer: Layer, prompt_tokens:
     ]
 
 
-def of_budget(config: EvictionConfig, given: LastQueries, prompt_tokens: int) -> Chosen:
+def of_budget(config: ResolvedConfig, given: LastQueries, prompt_tokens: int) -> Chosen:
     """The lines of a configuration, all where its budget covers the prompt."""
     return choose(config, given) if config.kept_entries(prompt_tokens) < prompt_tokens else everything(config, given)

@@ -1,4 +1,4 @@
-"""What runs on this device against its references: checks that need no trained model, for a GPU above all.
+"""Checks of this device's kernels and layouts against references, above all of a GPU; no trained model is needed.
 
-`checks` has what a check says, the kernel's and the placement's; `equality` the small model and decoding from it.
+`checks` has the result of a check, the kernel's check and the placement's; `equality` decoding from a small model.
 """

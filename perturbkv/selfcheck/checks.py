@@ -1,8 +1,7 @@
-"""What one check says: a distance from its reference, and the bound that it has to keep.
+"""The result of a check, and the checks of the Triton kernel and of --device-map auto.
 
-The Triton kernel's norms against those of a float64 loop, at every head size and dtype.
-
-A model whose layers lie over all GPUs against the same model on one device.
+The kernel's norms are compared with those of a float64 loop, at every head size and dtype; a model whose layers are
+spread over all GPUs with the same model on one device.
 """
 
 from __future__ import annotations
@@ -23,20 +22,21 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.scoring.value_norms import projected_value_norms
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import SampleTrace
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with a reference.
+    """A comparison with a reference.
 
     Attributes:
-        name: of the check.
-        distance: the largest relative distance found; None where it could not be measured.
-        bound: the largest allowed.
-        rule: what the bound is, in words.
+        name: the check's name.
+        distance: the largest relative distance; None where it could not be measured.
+        bound: the largest allowed distance.
+        rule: the bound in words.
         reason: why it was not measured.
-        needed: False where what would be checked is not there, and something else that is checked takes its place.
+        needed: False where the checked feature does not exist on the device and another check covers its replacement.
     """
 
     name: str
@@ -48,18 +48,18 @@ class Check:
 
     @property
     def equal(self) -> bool:
-        """Whether it was measured and keeps the bound; NaN does not."""
+        """Whether the distance was measured and is within the bound; NaN is not."""
         return self.distance is not None and self.distance <= self.bound
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; a distance that is no number is told as text."""
+        """Return the check as JSON; a distance that is not finite is text."""
         distance = self.distance
         finite = distance is None or abs(distance) < float("inf")
         return {**asdict(self), "distance": distance if finite else str(distance), "equal": self.equal}
 
 
 def tried(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
-    """What `work` finds; one check that was not measured where it fails, so that the others go on."""
+    """Return the checks of `work`; where it fails, one check that was not measured, so that the others run."""
     try:
         return work()
     except (PerturbkvError, RuntimeError) as error:  # torch's own are RuntimeErrors: no memory, no such kernel
@@ -70,12 +70,15 @@ def tried(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 SHAPES = {"one entry": (2, 2, 1, 130), "grouped by 3": (6, 2, 35, 130), "multi-query, two tiles": (4, 1, 257, 130)}
-"""Query heads, key/value heads, entries, d_model: tiles are left uneven and crossed; one d_model, one compilation."""
+"""Query heads, key/value heads, entries, d_model: uneven and crossed tiles; one d_model needs one compilation."""
 _RULE = "relative error of every norm; sums are in float32, and half precision's products are exact there"
 
 
 def check_kernel(device: torch.device) -> list[Check]:
-    """The worst norm of every head size and dtype. Raises ConfigError where the device does not run the kernel."""
+    """Return the worst norm of every head size and dtype.
+
+    Raises ConfigError where the device does not run the kernel.
+    """
     return [
         Check(
             f"Triton norms, {str(dtype).removeprefix('torch.')}, heads of {d_head}",
@@ -100,7 +103,7 @@ def _worst(
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """METHOD, Notation: each row of V times W_O^h, its absolute components summed, in float64 on the CPU."""
+    """Return METHOD's ν (Notation) in float64 on the CPU: the L1 norm of each row of V times W_O^h."""
     d_head, value, w_o = value.shape[-1], value.double().cpu(), w_o.double().cpu()
     heads = w_o.shape[1] // d_head
     slices = [w_o[:, head * d_head : (head + 1) * d_head].T for head in range(heads)]
@@ -113,14 +116,14 @@ _PLACEMENT_RULE = "largest difference over the largest value, in float32"
 
 
 def check_placement(model: str, device: torch.device, tokens: int) -> list[Check]:
-    """A prompt of `tokens` random tokens, with --device-map auto and without; `model` is `random:<alias>`."""
+    """Compare a prompt of random tokens with --device-map auto and without; `model` is `random:<alias>`."""
     spread = load_model(model, "float32", device_map="auto")
     plain = load_model(model, "float32", "cpu")  # spread weights are drawn on the CPU too
     one = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
     found, expected = (_measured(adapter, tokens).arrays for adapter in (spread, one))
     places = len({parameter.device for parameter in spread.model.parameters()})
     return [
-        Check(f"--device-map auto over {places}: {name}", _far(found[name], expected[name]), 1e-4, _PLACEMENT_RULE)
+        Check(f"--device-map auto over {places}: {name}", _distance(found[name], expected[name]), 1e-4, _PLACEMENT_RULE)
         for name in _MEASURED
     ]
 
@@ -129,9 +132,10 @@ def _measured(adapter: Adapter, tokens: int) -> SampleTrace:
     ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
     prompt = Prompt("selfcheck", tuple(ids), 0)
     configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
-    return trace_sample(adapter, prompt, RunConfig(model=adapter.name, dataset="random tokens", configs=configs))
+    run = RunConfig(model=adapter.name, dataset="random tokens", configs=configs)
+    return trace_sample(adapter, prompt, ResolvedRun.of(run))
 
 
-def _far(found: np.ndarray, expected: np.ndarray) -> float:
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     first, second = found.astype(np.float64), expected.astype(np.float64)
     return float(np.abs(first - second).max() / np.abs(second).max())

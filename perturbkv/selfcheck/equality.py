@@ -1,14 +1,13 @@
-"""Decoding from a compact cache against decoding from the full one with what was evicted masked.
+"""Checks of decoding from a compact cache, against the full cache with evicted entries masked.
 
-The reference keeps all entries, masks those that a head does not keep, and computes the weights in float32. It decodes
-random tokens; at every step and in every layer the cache is asked with the same queries, and compared head by head.
+The model is small, with random weights whose heads attend sharply, so that kept entries make a difference. The
+reference keeps all entries, masks those that a head does not keep, and computes the weights in float32. It decodes
+random tokens; at every step and in every layer the compact cache gets the same queries, and is compared head by head.
 Rounding is not a difference: row 0 keeps everything, in the same layout and through the same kernel, and its distance
 from its reference is the noise floor.
 
-Then the model decodes from the cache alone. In float32 this has to give the reference again; half precision may be no
-farther from the float32 reference than twice what the reference in half precision is.
-
-A small model with random weights whose heads attend sharply, so that what is kept makes a difference.
+Then the model decodes from the compact cache alone. In float32 this has to agree with the reference; half precision may
+be at most twice as far from the float32 reference as the reference in half precision is.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HEADS, KV_HEADS, D_HEAD, LAYERS, VOCAB = 8, 2, 64, 3, 260
 
 
 def small_model(dtype: torch.dtype, device: torch.device) -> Adapter:
-    """A Llama of three layers; the same weights on every device, rounded to `dtype`."""
+    """Return a Llama of three layers; the same weights on every device, rounded to `dtype`."""
     config = AutoConfig.for_model(
         "llama", num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=D_HEAD,
         hidden_size=HEADS * D_HEAD, intermediate_size=2 * HEADS * D_HEAD, vocab_size=VOCAB,
@@ -50,13 +49,13 @@ def small_model(dtype: torch.dtype, device: torch.device) -> Adapter:
 
 
 def tokens(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Random token ids, the same on every device."""
+    """Return random token ids, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (count,), generator=generator).to(device)
 
 
 def full_cache(adapter: Adapter, count: int) -> DynamicCache:
-    """The cache of a random prompt of `count` tokens."""
+    """Return the cache of a random prompt of `count` tokens."""
     cache = DynamicCache()
     with torch.inference_mode():
         adapter.model(input_ids=tokens(count, 0, adapter.device)[None], past_key_values=cache, logits_to_keep=1)
@@ -64,7 +63,7 @@ def full_cache(adapter: Adapter, count: int) -> DynamicCache:
 
 
 FLOORS = 4
-"""More noise floors than this are a difference (METHOD: Audit)."""
+"""A difference exceeds this many noise floors (METHOD: Audit)."""
 LAYOUTS = ("padded", "packed", "rectangular")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 4
@@ -79,14 +78,14 @@ Sets = list[list[list[Tensor]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is checked: entries of the prompt, and steps decoded after it."""
+    """The size of the checks: entries of the prompt, and steps decoded after it."""
 
     entries: int = 1024
     steps: int = 8
 
 
 def check(device: torch.device, sizes: Sizes, layout: str) -> list[Check]:
-    """Every dtype and granularity of one layout; packed ones where the device has the kernel for them."""
+    """Check every dtype and granularity of one layout; packed ones where the device has the kernel for them."""
     models = {dtype: small_model(dtype, device) for dtype in DTYPES if has(layout, dtype, device)}
     if not models:
         return [Check(layout, None, 0.0, _SAME, "no variable-length attention here: caches are padded", needed=False)]
@@ -100,12 +99,12 @@ def check(device: torch.device, sizes: Sizes, layout: str) -> list[Check]:
 
 
 def has(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether entries of a dtype can lie in this layout on the device."""
+    """Return whether the device supports this layout for a dtype."""
     return layout != "packed" or ragged.kernel_for(torch.empty(0, dtype=dtype, device=device)) is not None
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
-    """One dtype of one layout, against the reference of this dtype and against that of float32."""
+    """Compare one dtype of one layout with the reference of this dtype and with that of float32."""
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
     own, asked = masked(adapter, kept, sizes, compacted(adapter, kept, sizes, layout))
     cache = compacted(adapter, kept, sizes, layout)
@@ -118,13 +117,13 @@ def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: 
 
 
 def _within_floors(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, rule: str) -> Check:
-    """All rows but the first, which sets the floor."""
+    """Compare all rows but the first, which sets the noise floor."""
     bound = max(FLOORS * distance(found[:1], expected[:1]), float(torch.finfo(dtype).eps))
     return Check(name, distance(found[1:], expected[1:]), bound, rule)
 
 
 def kept_sets(sets: int, entries: int, even: bool) -> Sets:
-    """Row 0 keeps everything; the others from a single entry to all, or the same number in every head."""
+    """Return kept sets: row 0 keeps everything; the others one entry up to all, or equally many in every head."""
     generator = torch.Generator().manual_seed(sets)
     layers = []
     for _ in range(LAYERS):
@@ -138,7 +137,7 @@ def kept_sets(sets: int, entries: int, even: bool) -> Sets:
 
 
 def compacted(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
-    """The prompt's cache with nothing but the kept entries."""
+    """Return the prompt's cache with the kept entries alone."""
     full, spelled = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
     with _kernel(layout):
@@ -149,7 +148,7 @@ def compacted(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> Compac
 
 
 def _kernel(layout: str) -> AbstractContextManager[Any]:
-    """A padded cache is what a device without the kernel gets, so it is built as if there were none."""
+    """Return a context without the kernel for `padded`: a device without it gets padded caches."""
     return patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext()
 
 
@@ -162,9 +161,9 @@ def _entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntrie
 
 
 def masked(adapter: Adapter, kept: Sets, sizes: Sizes, beside: CompactCache | None = None) -> tuple[Tensor, Tensor]:
-    """Head outputs (row, layer, head, step, d_head) from the full cache, masked by hand.
+    """Return head outputs (row, layer, head, step, d_head) from the full cache, masked by hand, and a second tensor.
 
-    Then what `beside`, which decodes along, gives for the same queries; without it the same once more.
+    The second one has the outputs of `beside`, which decodes along, for the same queries; without it the first again.
     """
     cache: DynamicCache = full_cache(adapter, sizes.entries)
     cache.batch_repeat_interleave(_ROWS)
@@ -187,7 +186,7 @@ def masked(adapter: Adapter, kept: Sets, sizes: Sizes, beside: CompactCache | No
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Softmax attention in float32 over the entries that each row's head keeps, and over all that came after."""
+    """Return float32 softmax attention over the entries that each row's head keeps, and over all later ones."""
     group = query.shape[1] // key.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
     later = mask.new_ones(*mask.shape[:2], key.shape[2] - mask.shape[2])
@@ -197,7 +196,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
 
 
 def _mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
-    """(row, head, key) True where a head keeps the entry."""
+    """Return (row, head, key) True where a head keeps the entry."""
     mask = torch.zeros(len(rows), heads, entries, dtype=torch.bool)
     for row, sets in enumerate(rows):
         for head in range(heads):
@@ -208,7 +207,7 @@ def _mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
 def _decode(
     adapter: Adapter, cache: Any, sizes: Sizes, attention: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
-    """The same random tokens in every row, one by one."""
+    """Decode the same random tokens in every row, one by one; return the head outputs."""
     found: list[Tensor] = []
 
     def keep(layer: int, mixed: Tensor) -> None:
@@ -221,11 +220,11 @@ def _decode(
 
 
 def _in_order(found: list[Tensor], sizes: Sizes) -> Tensor:
-    """(row, head, d_head) of every step and layer as (row, layer, head, step, d_head)."""
+    """Return (row, head, d_head) of every step and layer as (row, layer, head, step, d_head)."""
     return torch.stack(found).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The worst head's: root mean square over steps and components of the difference, over that of the reference."""
+    """Return the worst head's root mean square difference over steps and components, over the reference's."""
     off, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (found - expected, expected))
     return float((off / size).max())

@@ -1,1 +1,1 @@
-"""The trace on disk."""
+"""Files that runs write and analyses read: traces, answers, judgements and patching measurements."""

@@ -1,6 +1,6 @@
-"""What `perturbkv generate` leaves: a jsonl file whose first line is the run, each other one a sample's answers.
+"""The jsonl file of `perturbkv generate`: the first line is the run, each following one a sample's answers.
 
-A line that a killed run left unfinished is passed over where it is the last one.
+A last line that a killed run left unfinished is ignored.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ANSWER = {"tokens": list, "text": str}
 
 @dataclass(frozen=True)
 class WrittenAnswers:
-    """What the caches of some prompts wrote.
+    """The answers that a model generated from full and evicted caches.
 
     Attributes:
-        run: what was run; a part of the answers, which is of the same run, equals the same answers of a shorter one.
-        rows: an object per prompt, as `docs/json.md` says; every configuration of the run is in each.
-        compress_every: entries above which a cache was compressed again; None: never.
-        source: the file's path; empty where the answers were never in one.
-        digest: of the file, short.
+        run: the run's configuration; ignored by ==, so that equal answers of a longer and a shorter run are equal.
+        rows: an object per prompt, as `docs/json.md` specifies; each holds every configuration of the run.
+        compress_every: number of entries above which a cache was compressed again; None: never.
+        source: the file's path; empty where the answers were never in a file.
+        digest: short digest of the file.
         made_with: provenance, as far as it is known.
     """
 
@@ -46,7 +46,9 @@ class WrittenAnswers:
 
 
 def read_answers(path: str | Path) -> WrittenAnswers:
-    """The answers of a file. Raises ConfigError, which names it, where it is no such file or a line is none of ours.
+    """Return the answers of a file.
+
+    Raises ConfigError, which names the file, where it is no such file or one of its lines is not a sample's answers.
 
     >>> import perturbkv as pk
     >>> pk.read_answers("nowhere.jsonl")
@@ -72,14 +74,14 @@ def read_answers(path: str | Path) -> WrittenAnswers:
 
 
 def check_answers(given: Any) -> None:
-    """Raise ConfigError for what `read_answers` did not give, a path among others."""
+    """Raise ConfigError for anything but the result of `read_answers`, such as a path."""
     if not isinstance(given, WrittenAnswers):
         msg = f"expected answers, as pk.read_answers or a generate's .written give them; got {type(given).__name__}"
         raise ConfigError(msg)
 
 
 def is_row(document: Mapping[str, Any]) -> bool:
-    """Whether a line is a sample's answers."""
+    """Return whether a line is a sample's answers."""
     return _has(document, _ROW) and all(
         _has(made, _ANSWER) for made in (document["full"], *document["evicted"].values())
     )
@@ -103,7 +105,7 @@ def _run(path: Path, header: Mapping[str, Any]) -> RunConfig:
 
 
 def _followed(row: Mapping[str, Any]) -> bool:
-    """Whether what a line says of divergence, if anything, has a number for each token of the full cache's answer."""
+    """Return whether a line's divergence, if it has one, has a number for each token of the full cache's answer."""
     found = row.get("divergence")
     if found is None:
         return True
@@ -122,7 +124,7 @@ def _followed(row: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it can be a KL: a finite number that is not negative."""
+    """Return whether a value can be a KL divergence: a finite number that is not negative."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
 
 

@@ -1,4 +1,4 @@
-"""Files that are there complete or not at all, whenever the process is killed."""
+"""Files that are complete or absent, even where the process is killed while it writes them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], folders: bool 
 
 @contextmanager
 def written_whole(path: Path, folders: bool = True) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place when the block has filled it without an error.
+    """Yield the path of a new file beside `path`, and rename it to `path` when the block ends without an error.
 
-    It and its folders are made at once, so that a place that cannot be written is known before any work is done; an
-    error removes them again. Without `folders` none is made: one that was there and vanished, as a share does, is not
-    replaced by another of its name. Through a link the file that it names is written. Raises OutputError for what the
-    system refuses.
+    The new file and its folders are made at once, so that a path that cannot be written is known before any work is
+    done; an error removes them again. Without `folders` no folder is made: one that vanished, as a network share may,
+    is not replaced by another of the same name. Through a link the file that it points to is written. Raises
+    OutputError for what the system refuses.
     """
     where = real(path)
     with refusals(path):
@@ -49,7 +49,7 @@ def written_whole(path: Path, folders: bool = True) -> Iterator[Path]:
 
 
 def clear_leftovers(path: Path) -> None:
-    """Remove what killed processes left half written of `path`, and what they tried its place with."""
+    """Remove the temporary files that killed processes left beside `path`."""
     where = real(path)
     for dot in ("", "."):
         for leftover in where.parent.glob(f"{dot}{glob.escape(where.name)}{TEMPORARY}*"):
@@ -57,7 +57,7 @@ def clear_leftovers(path: Path) -> None:
 
 
 def _keep_rename(folder: Path) -> None:
-    """Bring a rename to the disk."""
+    """Flush a folder to the disk, so that a rename in it survives a power failure."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)

@@ -1,8 +1,6 @@
-"""Files of one JSON object a line, which grow as results come: a killed run loses no more than its last line.
+"""Files of one JSON object per line that grow sample by sample, so that a killed run goes on with the next sample.
 
-What a run finds sample by sample, one line of JSON each, so that a killed run goes on with the next sample.
-
-The first line is the question. A line that a killed run left unfinished is passed over where it is the last one.
+The first line identifies the run. A last line that a killed run left unfinished is ignored.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ Document = dict[str, Any]
 
 
 def read(path: Path, kind: FileKind) -> list[Document]:
-    """The objects of all lines; a last one that a killed process left unfinished is passed over.
+    """Return the objects of all lines; a last one that a killed process left unfinished is left out.
 
-    Raises the error of `kind` where the first line, or one that others follow, is no object.
+    Raises the error of `kind` where another line is no JSON object.
     """
     return parsed(path, kind.read_text(path), kind)
 
 
 def parsed(path: Path, text: str, kind: FileKind) -> list[Document]:
-    """The same of a file's text, for who needs that too. Raises as `read`."""
+    """Return the objects of a file's text, as `read` does for the file. Raises as `read`."""
     found = [of_line(line) for line in text.split("\n") if line.strip()]
     if len(found) > 1 and found[-1] is None:
         found.pop()
@@ -43,14 +41,14 @@ def parsed(path: Path, text: str, kind: FileKind) -> list[Document]:
 
 
 def write(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
-    """The file with these lines alone, whole or not at all."""
+    """Write a file with these lines alone, whole or not at all."""
     text = "".join(map(line, documents))
     clear_leftovers(path)
     write_whole(path, lambda stream: stream.write(text.encode()))
 
 
 def append(path: Path, document: Mapping[str, Any]) -> None:
-    """One line more, on the disk when this returns."""
+    """Add a line to a file; it is on the disk when this returns."""
     with path.open("a", encoding="utf-8") as stream:
         stream.write(line(document))
         stream.flush()
@@ -58,12 +56,12 @@ def append(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def line(document: Mapping[str, Any]) -> str:
-    """An object as a line of its file."""
+    """Return an object as a line of its file."""
     return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def of_line(text: str) -> Document | None:
-    """A line's object; None for one that a killed run left unfinished."""
+    """Return a line's object; None for a line that a killed run left unfinished."""
     try:
         document = parse_json(text)
     except ValueError:
@@ -73,15 +71,15 @@ def of_line(text: str) -> Document | None:
 
 _KIND = FileKind("results sample by sample", ConfigError, 2 * 2**30, "give --overwrite or another --output")
 SAMPLE = "sample"
-"""The key of a line that names its sample."""
+"""The key under which a line names its sample."""
 
 
 @dataclass
 class SampleLines:
-    """The lines of a question, in the order in which they were found.
+    """The lines of one run's results, in the order in which they were written.
 
     Attributes:
-        rows: an object per finished sample, which names it under `sample`.
+        rows: an object per finished sample, whose id is under `sample`.
     """
 
     rows: list[dict[str, Any]]
@@ -89,18 +87,18 @@ class SampleLines:
 
     @property
     def done(self) -> set[str]:
-        """The samples that need not be looked at again."""
+        """The samples that have a line."""
         return {row[SAMPLE] for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more sample, on the disk when this returns where there is a file."""
+        """Add a sample; it is on the disk when this returns where there is a file."""
         if self._lock is not None:
             self._lock.check()
             append(self._lock.path, row)
         self.rows.append(row)
 
     def of(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """The lines of these samples, in this order; those that are not there are left out."""
+        """Return the lines of the named samples, in that order; samples without a line are left out."""
         found = {row[SAMPLE]: row for row in self.rows}
         return [found[name] for name in names if name in found]
 
@@ -109,22 +107,22 @@ class SampleLines:
 def sample_lines(
     path: Path | None, question: Mapping[str, Any], overwrite: bool = False, wait: bool = False
 ) -> Iterator[SampleLines]:
-    """The lines of a file, which nobody else writes meanwhile; without a path they are kept in memory alone.
+    """Yield the lines of a file, locked against other writers; without a path they are kept in memory alone.
 
-    Raises ConfigError for a file of another question, unless `overwrite` replaces it; OutputError where nothing can be
-    written.
+    Raises ConfigError for a file whose first line is not `question`, unless `overwrite` replaces it; OutputError where
+    nothing can be written.
     """
     if path is None:
         yield SampleLines([])
         return
     with Lock(path, wait) as lock, refusals(path):
-        rows = [] if overwrite else _held(path, question)
+        rows = [] if overwrite else _finished_rows(path, question)
         write(path, [question, *rows])
         yield SampleLines(rows, lock)
 
 
-def _held(path: Path, question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The finished samples of a file that is there. Raises ConfigError where it is of another question."""
+def _finished_rows(path: Path, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the finished samples of an existing file. Raises ConfigError where its first line is not `question`."""
     if not os.path.lexists(path):
         return []
     first, *rows = read(path, _KIND) or [{}]

@@ -1,6 +1,6 @@
-"""What a judge said, checked as it comes and kept at once: a file that a same call goes on with.
+"""Questions to a judge of answers, and the file that keeps its judgements, which the same command resumes.
 
-What a judge is asked: one answer at a time, or a pair whose order is drawn, never which configuration wrote it.
+A judge reads one answer at a time, or a pair in random order, and never learns which configuration wrote which.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SIDES = ("a", "b")
 
 @dataclass(frozen=True)
 class Question:
-    """One line for the judge.
+    """A line that the judge reads.
 
     Attributes:
-        sample: its id.
-        label: of the configuration; None: the full cache's own answer.
+        sample: the sample's id.
+        label: the configuration's label; None: the full cache's own answer.
         fields: what the judge reads beside the line's id.
-        full_is: in a pair, which side the full cache's answer is: a or b; empty for a single answer.
+        full_is: in a pair, the side of the full cache's answer, a or b; empty for a single answer.
     """
 
     sample: str
@@ -41,51 +41,54 @@ class Question:
 
     @property
     def id(self) -> str:
-        """By which the judge's answer is known: of sample and configuration, and tells neither."""
+        """The key of the judge's answer: a digest of sample and configuration that reveals neither."""
         return _digest([self.sample, self.label, bool(self.full_is)])
 
     @property
     def content(self) -> str:
-        """A digest of all that the judge reads: a judgement holds for this text alone."""
+        """A digest of everything that the judge reads: a judgement is valid for this text alone."""
         return _digest(dict(self.fields))
 
     @property
     def is_tie(self) -> bool:
-        """Whether it is a pair of the same text, which nobody has to be asked."""
+        """Whether this is a pair of equal texts, which needs no judge."""
         return bool(self.full_is) and self.fields["a"] == self.fields["b"]
 
     @property
     def whose(self) -> str:
-        """Which answer it is, for who asked; the judge never learns it."""
+        """The sample and the configuration, for the user's messages; the judge never reads it."""
         cache = "full cache" if self.label is None else line(self.label)
         return f"sample '{line(self.sample)[:40]}' ({cache[:80]})"
 
     def line(self) -> str:
-        """As the judge gets it: ASCII, whatever it reads its input as."""
+        """Return the line that the judge reads: JSON in ASCII, so that its encoding does not matter."""
         return json.dumps({"id": self.id, **self.fields}) + "\n"
 
 
 def singly(answers: WrittenAnswers) -> Iterator[Question]:
-    """Every answer on its own, beside the full cache's, which is the first of each sample."""
+    """Return a question per answer, beside the full cache's, which is each sample's first."""
     for row in answers.rows:
         full = row["full"]["text"]
         texts = [(None, full), *((label, row["evicted"][label]["text"]) for label in answers.run.labels())]
         for label, text in texts:
-            yield Question(row["sample"], label, {**_about(row), FULL: full, "answer": text})
+            yield Question(row["sample"], label, {**_prompt_fields(row), FULL: full, "answer": text})
 
 
 def pairwise(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
-    """Every evicted answer beside the full cache's; `seed` draws which is a, of each pair whatever the others are."""
+    """Return a question per evicted answer, paired with the full cache's.
+
+    `seed` draws which of the two is a, for each pair independently of the other pairs.
+    """
     for row in answers.rows:
         for label in answers.run.labels():
             full_is = SIDES[int(_digest([seed, row["sample"], label]), 16) % 2]
             texts = (row["full"]["text"], row["evicted"][label]["text"])
             first, second = texts if full_is == "a" else texts[::-1]
-            yield Question(row["sample"], label, {**_about(row), "a": first, "b": second}, full_is)
+            yield Question(row["sample"], label, {**_prompt_fields(row), "a": first, "b": second}, full_is)
 
 
-def _about(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked; None where the file is of a version that did not keep it."""
+def _prompt_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt, the question and the accepted answers; None where an older file did not keep them."""
     told = {"sample": row["sample"], "prompt": row.get("prompt"), "question": row.get("question")}
     return {**told, "answers": row["answers"]}
 
@@ -101,13 +104,13 @@ _KIND = FileKind("a file of judgements", ConfigError, 2**30, _HINT)
 
 @dataclass(frozen=True)
 class Judge:
-    """Who is asked, and how.
+    """A judge's command, and how it is asked.
 
     Attributes:
         command: program and arguments.
         pairwise: whether pairs are compared, instead of answers scored.
-        seed: of the order within pairs.
-        scale: least and largest score that may be given; None: any number.
+        seed: seed of the order within pairs.
+        scale: least and largest score that it may give; None: any number.
     """
 
     command: tuple[str, ...]
@@ -116,21 +119,21 @@ class Judge:
     scale: tuple[float, float] | None = None
 
     def record(self) -> dict[str, Any]:
-        """As the first line of a file of judgements holds it."""
+        """Return the first line of a file of judgements."""
         return {"judge": json.loads(json.dumps(asdict(self)))}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the judge said of one question.
+    """A judge's answer to one question.
 
     Attributes:
-        sample, label: whose; of the full cache's own answer the label is None.
-        content: digest of what was read.
-        score: of a single answer.
-        outcome: of a pair, for the evicted answer: win, tie or loss.
-        full_is: of a pair, which side the full cache's answer was.
-        comment: of the judge.
+        sample, label: sample and configuration; the label is None for the full cache's own answer.
+        content: digest of what the judge read.
+        score: score of a single answer.
+        outcome: in a pair, the evicted answer's win, tie or loss.
+        full_is: in a pair, the side of the full cache's answer.
+        comment: the judge's comment.
     """
 
     sample: str
@@ -143,12 +146,12 @@ class Judgement:
 
     @property
     def first(self) -> bool | None:
-        """Of a pair whether the one that was shown first won; None for a tie."""
+        """Whether the answer that was shown first won; None for a tie."""
         return None if self.outcome == TIE else (self.outcome == "loss") == (self.full_is == "a")
 
 
 def judged(question: Question, said: Mapping[str, Any], judge: Judge) -> Judgement:
-    """The judgement that a line makes of its question. Raises PluginError for what is none."""
+    """Return the judgement of a question from the judge's line. Raises PluginError for an invalid line."""
     comment = said.get("comment")
     if not isinstance(comment, str | None):
         raise refusal(question, "a `comment` that is text", comment)
@@ -163,7 +166,7 @@ def judged(question: Question, said: Mapping[str, Any], judge: Judge) -> Judgeme
 
 
 def tie(question: Question) -> Judgement:
-    """Of a pair of the same text."""
+    """Return the judgement of a pair of equal texts."""
     return Judgement(question.sample, question.label, question.content, outcome=TIE, full_is=question.full_is)
 
 
@@ -184,12 +187,12 @@ def _finite(score: float) -> bool:
 
 
 def refusal(question: Question, wanted: str, got: object) -> PluginError:
-    """The error for what a judge said of a question."""
+    """Return the error for an invalid answer of the judge."""
     return PluginError(f"expected from the judge, of {question.whose}, {wanted}, got {line(repr(got))[:100]}")
 
 
 class Kept:
-    """A file of judgements: those of an earlier call, and each new one as soon as it is there.
+    """The judgements in a file: those of an earlier call, and each new one as soon as the judge gives it.
 
     Raises ConfigError for a file of another judge or of other answers.
     """
@@ -207,7 +210,7 @@ class Kept:
         json_lines.write(path, [header, *(asdict(one) for one in self.found.values())])
 
     def keep(self, judgement: Judgement) -> None:
-        """Write one down."""
+        """Write a judgement to the file."""
         self.found[judgement.sample, judgement.label] = judgement
         json_lines.append(self.path, asdict(judgement))
 

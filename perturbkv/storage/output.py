@@ -6,6 +6,9 @@ number of processes one gets it; the holder touches it while it lives. A process
 Where a result may be written: known before any work is done, and what the system refuses told in one line.
 
 Who writes an output: a process, told apart from all others, and whether it lives.
+
+`OutputFolder.claim` is what a command asks before it works: may each of its files be written, and does no other
+process write them now.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import Self, TypeVar
 
 import psutil
 
-from perturbkv.errors import HeldError, OutputError
+from perturbkv.errors import ConfigError, HeldError, OutputError
 
 TEMPORARY = ".tmp-"
 _LONGEST_BESIDE = 64
@@ -324,13 +327,13 @@ def lock_path(path: Path) -> Path:
     return where.with_name(f".{where.name}.lock")
 
 
-def check_free(path: Path, wait: bool = False) -> None:
+def check_free(path: Path, wait: bool = False, advice: str = WAIT) -> None:
     """Raise OutputError where a living process writes `path` and nobody wants to wait for it; nothing is taken."""
     file = lock_path(path)
     with refusals(path):
         held = None if wait else _peek(file)
         if held is not None and not held.is_gone(_silence(file)):
-            raise HeldError(_taken(path, held, WAIT))
+            raise HeldError(_taken(path, held, advice))
 
 
 def wait_until_free(path: Path, wait: bool) -> None:
@@ -346,6 +349,99 @@ def wait_until_free(path: Path, wait: bool) -> None:
                 _log.info("waiting: %s", error)
                 told = True
             time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that a command is going to write.
+
+    Attributes:
+        path: the file.
+        kind: a file of ours that may be replaced, in words; empty where no existing file may be.
+        is_ours: whether the existing file at a path is of that kind; may refuse with a ConfigError of its own.
+    """
+
+    path: Path
+    kind: str = ""
+    is_ours: Callable[[Path], bool] = lambda path: False
+
+    def check_replaceable(self) -> None:
+        """Raise ConfigError where another file lies at the path that is not of this kind."""
+        if self.path.exists() and not self.is_ours(self.path):
+            expected, got = (self.kind, "another file") if self.kind else ("no file", "one")
+            msg = f"expected {expected} at {self.path}, got {got}; --overwrite replaces it"
+            raise ConfigError(msg)
+
+
+def resumable(path: Path) -> OutputFile:
+    """Return a file that its own run goes on with or refuses, whatever lies there."""
+    return OutputFile(path, is_ours=lambda path: True)
+
+
+class OutputFolder:
+    """A folder for a command's results.
+
+    Args:
+        path: the folder, which need not exist.
+        overwrite: whether files of any kind may be replaced.
+        wait: whether to wait for another process that writes there; None where the command cannot.
+    """
+
+    def __init__(self, path: Path, overwrite: bool = False, wait: bool | None = None) -> None:
+        self.path, self.overwrite, self.wait = path, overwrite, wait
+
+    def claim(self, *files: OutputFile, writer: Path | None = None) -> Claim:
+        """Check that the files may be written; entered as a context manager, the claim keeps other processes off.
+
+        `writer` is the file that stands for all of them: one process at a time writes it. Raises OutputError where
+        nothing can be written or another process writes `writer`, ConfigError for a file that may not be replaced.
+        Nothing is left of the attempt.
+        """
+        claim = Claim(self, files, writer)
+        claim.check()
+        return claim
+
+
+class Claim:
+    """The right to write some files of a folder, checked when it was made and again when the block begins."""
+
+    def __init__(self, folder: OutputFolder, files: Iterable[OutputFile], writer: Path | None) -> None:
+        self.folder, self.files, self.writer = folder, tuple(files), writer
+        self._advice = WAIT_ALONE if folder.wait is None else WAIT
+        self._lock: Lock | None = None
+
+    def check(self) -> None:
+        """Raise what `OutputFolder.claim` raises."""
+        if self.writer is not None:
+            check_place(self.writer)
+            check_free(self.writer, bool(self.folder.wait), self._advice)
+        self._check_files()
+
+    def _check_files(self) -> None:
+        for file in self.files:
+            check_place(file.path)
+            if not self.folder.overwrite:
+                file.check_replaceable()
+
+    def __enter__(self) -> Lock:
+        """Return the lock, taken. Raises ValueError for a claim without a writer."""
+        if self.writer is None:
+            msg = "expected a claim with a writer"
+            raise ValueError(msg)
+        self._lock = Lock(self.writer, bool(self.folder.wait), self._advice)
+        lock = self._lock.__enter__()
+        try:
+            self._check_files()
+        except BaseException:
+            lock.__exit__(None, None, None)
+            raise
+        return lock
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            self._lock.__exit__(kind, error, trace)
 
 
 def _taken(path: Path, held: Holder, advice: str) -> str:

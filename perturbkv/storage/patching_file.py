@@ -1,7 +1,4 @@
-"""Measured mixtures as lines of a file, each batch as soon as it is there: what the same command goes on with.
-
-What mixtures of two configurations' kept sets did to a prompt, as plain numbers and as lines of JSON.
-"""
+"""Mixtures of two configurations' kept sets: measurements as objects, and the file that the same command resumes."""
 
 from __future__ import annotations
 
@@ -23,22 +20,22 @@ from perturbkv.storage import json_lines
 from perturbkv.user_files import FileKind
 
 PER_STEP = ("drift", "final_drift", "kl", "top1", "propagated")
-"""Of each decode step: L1 drift after the last measured layer and after the final norm, KL(full ‖ evicted) in nat,
-whether the most probable token is the full run's, Σ over heads of the propagated L1 perturbation."""
+"""Values of each decode step: L1 drift after the last measured layer and after the final norm, KL(full ‖ evicted) in
+nat, whether the most probable token is the full run's, Σ over heads of the propagated L1 perturbation."""
 Heads = list[list[list[float]]]
-"""(step, layer, head), of query heads."""
+"""A value per (step, layer, head), the heads being query heads."""
 
 
 @dataclass(frozen=True)
 class SwapRow:
-    """What one mixture did.
+    """The measurements of one mixture.
 
     Attributes:
-        mixture: who has which kept set.
-        held: entries of its cache over those of the full one.
+        mixture: which configuration's kept set each head has.
+        held: number of its cache's entries over that of the full cache.
         values: each of `PER_STEP`, per step.
-        score: of its answer, 0 to 1; NaN where none was asked for.
-        heads: propagated L1 perturbation; None where heads were not asked for.
+        score: score of its answer, 0 to 1; NaN where no answer was generated.
+        heads: propagated L1 perturbation; None where heads were not measured.
     """
 
     mixture: Mixture
@@ -50,14 +47,14 @@ class SwapRow:
 
 @dataclass(frozen=True)
 class SwapBatch:
-    """Mixtures that were decoded together.
+    """Mixtures of one sample that were decoded in one batch.
 
     Attributes:
-        sample: its id.
+        sample: the sample's id.
         rows: one per mixture.
-        floors: each of `PER_STEP`, per step: what the row showed that keeps everything.
-        full_score: of the full cache's answer; NaN where none was asked for.
-        head_floors, head_norms: noise floor and L1 norm of o_h per head, where any row tells its heads.
+        floors: each of `PER_STEP`, per step, of the batch's row that keeps everything (noise floor).
+        full_score: score of the full cache's answer; NaN where no answer was generated.
+        head_floors, head_norms: noise floor and L1 norm of o_h per head, where any row has `heads`.
     """
 
     sample: str
@@ -68,7 +65,7 @@ class SwapBatch:
     head_norms: Heads | None = None
 
     def record(self) -> dict[str, Any]:
-        """As a line holds it: NaN is null, every number whole."""
+        """Return the batch as a line's object: NaN is null, numbers are unrounded."""
         rows = [{"mixture": str(row.mixture), **_plain(row, "held", "values", "score", "heads")} for row in self.rows]
         return {
             "sample": self.sample,
@@ -78,7 +75,7 @@ class SwapBatch:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], kept_heads: int) -> Self:
-        """What `record` made. Raises KeyError, TypeError, ValueError for what it did not make."""
+        """Return the batch that `record` wrote. Raises KeyError, TypeError or ValueError for any other object."""
         rows = tuple(
             SwapRow(
                 Mixture.parse(one["mixture"], kept_heads), float(one["held"]), _values(one["values"]),
@@ -109,16 +106,16 @@ _KIND = FileKind("a file of swapped kept sets", ConfigError, 8 * 2**30, _HINT)
 
 
 class SwapStore:
-    """What was measured of every prompt: of an earlier call, and each new batch as soon as it is there.
+    """The measurements of every prompt: those of an earlier call, and each new batch as soon as it is measured.
 
     Args:
-        run: of two configurations.
-        kept_heads: kept sets of a layer.
-        path: where lines go; None: nowhere.
-        overwrite: whether measurements of another run there are replaced.
-        made_with: versions, which the file's first line tells.
+        run: a run of two configurations.
+        kept_heads: number of kept sets per layer.
+        path: the file; None: measurements are kept in memory alone.
+        overwrite: whether measurements of another run in the file are replaced.
+        made_with: versions, which the file's first line holds.
 
-    Raises ConfigError for a file of another run, or of somebody else; OutputError for a place that cannot be written.
+    Raises ConfigError for a file of another run or another program; OutputError for a path that cannot be written.
     """
 
     def __init__(
@@ -135,17 +132,17 @@ class SwapStore:
             self._open(path, overwrite)
 
     def keep(self, batch: SwapBatch, same: NDArray[np.bool_]) -> None:
-        """Write a batch down; `same` (layer, kept_head): where both configurations keep the same entries."""
+        """Write a batch to the file; `same` (layer, kept_head): where both configurations keep the same entries."""
         self._append({**batch.record(), "same": same.tolist()})
         self._add(batch, same)
 
     def give_up(self, sample: str, reason: str) -> None:
-        """Write down that a prompt cannot be measured."""
+        """Write to the file that a prompt cannot be measured."""
         self._append({"sample": sample, "failed": reason})
         self.failed[sample] = reason
 
     def lacks(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
-        """Those that were not measured yet, each once, in their order; nothing of a prompt that failed."""
+        """Return the mixtures that are not measured yet, each once, in their order; none for a prompt that failed."""
         if sample in self.failed:
             return []
         there = self.rows.get(sample, {})
@@ -153,7 +150,7 @@ class SwapStore:
         return [one for one in wanted if one not in there or (one in by_head and there[one].heads is None)]
 
     def head_floors(self, sample: str, name: str) -> Heads:
-        """`head_floors` or `head_norms` of a prompt: the largest that any batch showed."""
+        """Return a prompt's `head_floors` or `head_norms`: the maximum over its batches."""
         held = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
         found: Heads = np.max(held, axis=0).tolist()
         return found

@@ -40,7 +40,7 @@ def made(configs: list[EvictionConfig], perturbation: list[float], samples: int 
 
 
 def isolated(rows: tuple[ingredients.Row, ...]) -> dict[str, float]:
-    return {row.title: row.compared.isolated.sum_ratio for row in rows}
+    return {row.title: row.isolated.sum_ratio for row in rows}
 
 
 def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None:
@@ -49,14 +49,12 @@ def test_rows_are_relative_to_the_baseline_and_steps_to_the_row_before() -> None
     assert ratios == pytest.approx(
         {"attention-unpooled": 0.8, "two-stage-uniform α=0.25": 0.6, "two-stage α=0.25": 0.3, "hindsight": 0.1}
     )
-    assert {row.title: row.compared.propagated.sum_ratio for row in found.rows} == pytest.approx(ratios)
+    assert {row.title: row.propagated.sum_ratio for row in found.rows} == pytest.approx(ratios)
     brings = isolated(found.brings)
     assert brings == pytest.approx(
         {"un-pooling α=0.25": 0.6, "the value norms ν α=0.25": 0.5, "knowing the query α=0.25": 1 / 3}
     )
-    assert found.rows[2].compared.isolated.sum_ratio_interval == Interval(
-        pytest.approx(0.3), pytest.approx(0.3), "range"
-    )
+    assert found.rows[2].isolated.sum_ratio_interval == Interval(pytest.approx(0.3), pytest.approx(0.3), "range")
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -92,7 +90,7 @@ def test_settings_stay_apart() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in ("attention", "value")]
     found = ingredients.settings(made(configs, [4, 2, 4, 1]))
     assert [result.setting for result in found] == ["b=64 w=32 max7 query", "b=128 w=32 max7 query"]
-    assert [result.rows[0].compared.isolated.sum_ratio for result in found] == pytest.approx([0.5, 0.25])
+    assert [result.rows[0].isolated.sum_ratio for result in found] == pytest.approx([0.5, 0.25])
 
 
 def test_controls_protect_what_the_methods_protect() -> None:
@@ -115,9 +113,11 @@ def test_controls_of_other_methods_are_no_settings_and_the_result_names_what_it_
     assert isolated(found.rows) == pytest.approx({"two-stage α=0.25": 0.5, "random": 2.25})
     assert result.left_out == (*METHODS, *OTHERS)
     assert set(result.identity.configs) == set(chain)
-    told = " ".join(repr(result).split())
-    assert "can be held against attention: h2o:attention, tova:attention, 2 × snapkv:attention, 2 × snapkv" in told
-    assert "left out" not in repr(ablation(made(chain, [4, 2, 9])))
+    assert "Left out: 6 configurations" in result.notes()
+    assert any(
+        "h2o:attention, tova:attention, 2 × snapkv:attention, 2 × snapkv" in str(one) for one in result.details()
+    )
+    assert "Left out" not in ablation(made(chain, [4, 2, 9])).notes()
 
 
 def test_controls_beside_rows_of_their_own_stay() -> None:
@@ -139,7 +139,7 @@ def test_knowing_the_query_is_told_with_and_without_the_norms() -> None:
 
 def test_one_sample_has_no_intervals() -> None:
     (found,) = ingredients.settings(made(CHAIN, L1, samples=1))
-    assert found.rows[0].compared.isolated.sum_ratio_interval is None
+    assert found.rows[0].isolated.sum_ratio_interval is None
 
 
 @pytest.mark.parametrize("configs", [CHAIN[:1], CHAIN[1:]], ids=["nothing beside it", "no baseline"])
@@ -166,8 +166,9 @@ def test_a_table_of_alpha_is_a_row_of_its_own() -> None:
     configs = [config("attention", 128), config("two-stage", 128), config(Choice("two-stage", {"alpha": table}), 128)]
     result = ablation(made(configs, [10.0, 8.0, 6.0]))
     rows = result.settings[0].rows
-    assert [(row.name, row.alpha_told) for row in rows] == [("two-stage", "0.25"), ("two-stage", str(table))]
-    assert [row.compared.isolated.sum_ratio for row in rows] == pytest.approx([0.8, 0.6])
-    assert rows[1].title == f"two-stage α={table}" and f"α={table}" in result.conclusion()
+    assert [(row.name, row.alpha_text) for row in rows] == [("two-stage", "0.25"), ("two-stage", str(table))]
+    assert [row.isolated.sum_ratio for row in rows] == pytest.approx([0.8, 0.6])
+    assert rows[1].title == f"two-stage α={table}"
+    assert [case.name for case in result.cases("two-stage")] == ["α=0.25", f"α={table}"]
     assert max(map(len, repr(result).splitlines())) <= 80
     json.dumps(result.to_dict(), allow_nan=False)

@@ -12,6 +12,7 @@ import pytest
 
 from perturbkv.analyses.questions.alpha.alpha import Alpha, alpha
 from perturbkv.analyses.questions.alpha.alpha_choice import check_folds
+from perturbkv.analyses.text import FEW, LESS
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -202,7 +203,8 @@ def test_screens_and_figures_show_it(samples: int) -> None:
     found = alpha(trace_of(moved))
     result = alpha(trace_of(moved), of_folds=fold_traces(found, moved))
     assert max(map(len, repr(result).splitlines())) <= 80
-    assert result.conclusion().startswith("α chosen per head perturbs ")
+    verdict = result.row("head").over_fixed.case().verdict
+    assert verdict == (FEW if samples == 4 else LESS)
     assert "; the KL of α chosen per head is lower than that of α = 0.25 in 100 % [" in result.conclusion()
     rows = result.records()
     assert len(rows) == len(ALPHAS) * LAYERS * HEADS and sum(row["chosen"] for row in rows) == LAYERS * HEADS

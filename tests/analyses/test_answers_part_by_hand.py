@@ -30,12 +30,12 @@ ROWS = (
 
 def test_the_first_token_that_differs_is_found_and_an_end_is_one() -> None:
     first, second = divergence(written(*ROWS)).configs
-    assert first.free.first.tolist() == [2, 0, 2, 3, 2]  # c: the full answer ends; d: the evicted one does
-    assert second.free.first.tolist() == [math.inf, 5, math.inf, math.inf, math.inf]
-    assert (first.free.median, second.free.median) == (2, math.inf)
-    assert second.free.equal.tolist() == [True, False, True, True, True]
+    assert first.first_difference.tolist() == [2, 0, 2, 3, 2]  # c: the full answer ends; d: the evicted one does
+    assert second.first_difference.tolist() == [math.inf, 5, math.inf, math.inf, math.inf]
+    assert (first.median_first_difference, second.median_first_difference) == (2, math.inf)
+    assert second.equal.tolist() == [True, False, True, True, True]
     low, high = stats.beta.ppf(0.025, 4, 2), stats.beta.ppf(0.975, 5, 1)
-    interval = second.free.equal_interval
+    interval = second.equal_share_interval
     assert interval is not None
     assert (interval.low, interval.high) == pytest.approx((low, high))
     assert second.to_dict()["first_difference"] == [None, 5, None, None, None]
@@ -44,13 +44,13 @@ def test_the_first_token_that_differs_is_found_and_an_end_is_one() -> None:
 def test_shares_of_answers_alike_so_far_are_counted_token_by_token() -> None:
     first, second = divergence(written(*ROWS)).configs
     for one in (first, second):
-        shares, band = one.free.alike_after(6)
-        wanted = [sum(place >= tokens for place in one.free.first) / 5 for tokens in range(7)]
+        shares, band = one.alike_after(6)
+        wanted = [sum(place >= tokens for place in one.first_difference) / 5 for tokens in range(7)]
         assert shares.tolist() == wanted
         assert band is not None
         assert (band.low <= shares).all()
         assert (band.high >= shares).all()
-    assert first.free.alike_after(6)[0].tolist() == [1, 0.8, 0.8, 0.2, 0, 0, 0]
+    assert first.alike_after(6)[0].tolist() == [1, 0.8, 0.8, 0.2, 0, 0, 0]
 
 
 def test_kl_is_averaged_over_an_answers_tokens_and_its_median_over_samples_told() -> None:
@@ -65,7 +65,7 @@ def test_kl_is_averaged_over_an_answers_tokens_and_its_median_over_samples_told(
     assert found.span == 1
     columns = [[0, 3, 0.5, 1, 0.25], [0, 3, 0.5, 2, 0.25], [2, 3, 3, 0.25], [1, 3, 4], [1, 3, 5], [2, 3, 6]]
     np.testing.assert_allclose(first.curve, [np.median(column) for column in columns])
-    assert first.medians == {"kl": 1, "last": 1.5}
+    assert (first.median_kl, first.median_last) == (1, 1.5)
     assert first.kl_interval == Interval(0.25, 3.5)  # five samples: the least and the largest hold it in 93.75 %
     assert first.curve_interval is not None
     assert np.isnan(first.curve_interval.low).tolist() == [False, False, True, True, True, True]  # of fewer than five
@@ -95,7 +95,7 @@ def test_a_conclusion_says_both_questions_with_n() -> None:
     assert told.startswith("Half of the answers, or more, are the full cache's with 1 of 2 configurations; ")
     assert told.endswith(
         "where every cache reads the full one's, the median KL of 5 answers is 0 nat [0, 1] with two-stage to 1 nat "
-        "[0.25, 3.5] with attention (n = 5 samples; held / full 0.50)."
+        "[0.25, 3.5] with attention (n = 5 samples; cache share 0.50)."
     )
     alone = divergence(written(*(row(name, FULL, [[1, 2]], configs=CONFIGS[:1]) for name in "ab"), configs=CONFIGS[:1]))
     assert alone.conclusion().startswith("The median answer first differs from the full cache's after 2 tokens (n = 2")
@@ -108,17 +108,17 @@ def test_an_empty_answer_has_no_kl_and_one_that_carries_the_mean_does_not_carry_
     found = divergence(written(*rows))
     forced = found.configs[0].forced
     assert forced is not None
-    assert forced.medians["kl"] == pytest.approx(0.35)
+    assert forced.median_kl == pytest.approx(0.35)
     assert "the median KL of 6 answers is 0.35 nat" in found.conclusion()
-    assert "the 6 answers with any" in found.notes()
-    assert "(n = 9 samples; held / full 0.50)" in found.conclusion()
+    assert "the 6 answers with any" in str(found.details())
+    assert "(n = 9 samples; cache share 0.50)" in found.conclusion()
 
 
 def test_caches_that_are_compressed_again_hold_so_much_at_the_start_alone() -> None:
     found = divergence(written(*ROWS, compress_every=1100))
-    assert "at the start" in repr(found)
-    assert "held / full 0.50 at the start" in found.conclusion()
-    assert "As the answers began; above 1,100 entries caches were compressed again." in found.notes()
+    assert [len(one.caveats()) for one in (found, divergence(written(*ROWS)))] == [1, 0]
+    assert "cache share 0.50 at the start" in found.conclusion()
+    assert "As the answers began; above 1,100 entries caches were compressed again." in found.details()[-1]
     assert "(held 0.50 at the start)" in "".join(text.get_text() for text in found.plot().legends[0].get_texts())
     assert "at the start" not in repr(divergence(written(*ROWS)))
 
@@ -127,7 +127,7 @@ def test_a_cache_above_the_full_one_is_explained() -> None:
     rows = [dict(one) for one in ROWS]
     for one in rows:
         one["evicted"] = {label: {**made, "held_share": 1.2} for label, made in one["evicted"].items()}
-    said = "Above 1 nothing is saved: every query head keeps a set of its own; --granularity kv"
+    said = "Cache shares above 1 save nothing: each query head keeps its own set."
     assert said in divergence(written(*rows)).notes()
     assert said not in divergence(written(*ROWS)).notes()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def test_shares_and_heads_below() -> None:
     assert reading.share == 5 / 8
     assert reading.layer_share.tolist() == [0.25, 1.0]
     assert reading.share_interval == Interval(0.5, 0.75, "range")  # of two samples: 3/4 and 2/4
-    listed = reading.to_dict((5, 11).__getitem__)["heads_at_most_half"]
+    listed = replace(reading, layers=(5, 11)).to_dict()["heads_at_most_half"]
     assert [(head["layer"], head["head"]) for head in listed] == [(5, 0), (5, 1)]  # under the layer's own index
 
 

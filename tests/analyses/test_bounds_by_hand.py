@@ -80,7 +80,7 @@ def test_a_violation_is_an_error_that_names_layer_head_and_sample(
 
 def test_rounding_is_no_violation_and_a_flagged_head_may_exceed_theorem_4() -> None:
     nearly = one_config(perturbation_isolated=[[[[1, 2]]], [[[3, 8 + 1e-6]]]])
-    assert summarise(nearly).checked == {"L ≤ θ": 4, "θ ≤ θ̂": 4, "θ̂ ≤ θ̂_relax": 3}
+    assert summarise(nearly).inequalities_checked == {"L ≤ θ": 4, "θ ≤ θ̂": 4, "θ̂ ≤ θ̂_relax": 3}
 
 
 def test_a_sample_that_lost_nothing_is_left_out() -> None:
@@ -108,7 +108,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ConfigError, match="a step from 0 to 0"):
         summarise(trace, step=1)
     with pytest.raises(TraceError, match="of 'value', got a trace of snapkv:two-stage"):
-        summarise(trace).of("value")
+        summarise(trace).with_selection("value")
     lacking = Trace(trace.run, trace.sample_ids, {k: v for k, v in trace.arrays.items() if k != "theta_hat"})
     with pytest.raises(TraceError, match="bound-tightness needs the variable 'theta_hat'"):
         summarise(lacking)
@@ -146,7 +146,7 @@ def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_tw
     trace = ranked([[1, 2, 3], [3, 2, 1]], [[10, 20, 30], [10, 20, 30]])
     (found,) = rank_agreement.summarise(trace)
     (theta,) = [correlation for correlation in found.correlations if correlation.bound == "θ"]
-    assert (theta.mean, theta.interval, theta.values) == (0, Interval(-1.0, 1.0, "range"), 2)
+    assert (theta.mean, theta.mean_interval, theta.values) == (0, Interval(-1.0, 1.0, "range"), 2)
     assert theta.selections == ("attention", "two-stage-uniform", "two-stage")
     assert {pair.share for pair in found.pairs if pair.bound == "θ"} == {0.5}
     (lost,) = [correlation for correlation in found.correlations if correlation.bound == "1 − S"]
@@ -203,18 +203,42 @@ def test_controls_are_ranked_apart_from_contenders() -> None:
 
 def test_a_measured_trace_holds_every_inequality() -> None:
     result = bound_tightness.bound_tightness(read_trace(MEASURED))
-    assert result.checked["L ≤ θ"] == 3 * 15 * 2 * 4
-    assert len(result.of("two-stage").shown) == 3
+    assert result.inequalities_checked["L ≤ θ"] == 3 * 15 * 2 * 4
+    assert len(result.with_selection("two-stage").shown) == 3
 
 
 def test_settings_that_differ_in_the_groups_product_alone_are_told_apart() -> None:
-    tables = bound_tightness.bound_tightness(read_trace(MEASURED)).tables()
-    titles = [part.title for part in tables if isinstance(part, Table)]
-    asked = [title for title in titles if title.startswith("does a lower bound")]
-    assert asked == [
-        "does a lower bound mean a lower L?",
-        "does a lower bound mean a lower L? product=mean-of-products",
-    ]
+    result = bound_tightness.bound_tightness(read_trace(MEASURED))
+    (ranks,) = [part for part in result.details() if isinstance(part, Table) and part.title.startswith("order of")]
+    settings = [row[0] for row in ranks.rows if row[0]]
+    assert len(settings) == len(set(settings)) == len([one for one in result.agreements if one.correlations])
+    assert sum("mean-of-products" in name.replace("\n", "") for name in settings) == len(settings) // 2
+
+
+def test_the_table_shows_the_ratios_where_sigma_is_evidence_and_the_details_where_it_is_not() -> None:
+    result = summarise(one_config())  # no head flagged in s0, one of two in s1
+    shown = dict(zip(result.SHOWN[1:], result.table().rows[0][-3:], strict=True))
+    assert shown["share"] == "75 %\n(50 … 100)"
+    assert shown["l_theta_hat"] == "0.25\n0.25–0.56"
+    flagged = result.configs[0].cells(flagged=True)
+    assert (flagged.share, flagged.share_interval) == (0.25, Interval(0.0, 0.5, "range"))
+    assert flagged.hat_relax == "8.00\n8.00–8.00"
+
+
+def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:
+    for flagged, values in ((1, 5), (2, 4)):
+        sigma = [[0.9] * 3] * (6 - flagged) + [[0.4] * 3] * flagged
+        (found,) = rank_agreement.summarise(ranked([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
+        theta, theta_hat, lost = found.correlations
+        pairs = [pair for pair in found.pairs if (pair.first, pair.second) == ("attention", "two-stage")]
+        for one in (*found.correlations, *pairs):
+            assert (one.evidence_values, one.evidence_samples) == (values, values)
+        assert np.isnan(theta.evidence_rho) == (values < 5)
+        assert (theta.evidence_rho_interval is None) == (values < 5)
+        assert [np.isnan(pair.evidence_agreement) for pair in pairs] == [values < 5] * 3
+        assert np.isnan(theta_hat.rho)  # θ̂ has no ρ of all heads
+        assert (theta.rho, lost.rho) == (theta.mean, lost.mean)
+    assert theta.evidence_mean == pytest.approx(0.5)
 
 
 def test_few_bits_and_corrections_are_left_out_by_name() -> None:
@@ -226,8 +250,8 @@ def test_few_bits_and_corrections_are_left_out_by_name() -> None:
     arrays["perturbation_isolated"] = np.tile(np.array([0.5, 7.0, 8.0])[:, None, None], (2, 1, 1, 1))
     found = summarise(hand_made([whole, few, corrected], arrays))
     assert [one.config for one in found.configs] == [whole]
-    assert found.checked["L ≤ θ"] == 2
-    assert f"not of few bits or corrected outputs: {few.label()}, {corrected.label()}." in found.notes()
+    assert found.inequalities_checked["L ≤ θ"] == 2
+    assert f"not of few bits or corrected outputs: {few.label()}, {corrected.label()}." in " ".join(found.caveats())
     with pytest.raises(TraceError, match="expected an uncorrected configuration in full precision, as bounds speak"):
         summarise(hand_made([few], {name: array[:, :1] for name, array in arrays.items()}))
     arrays["perturbation_isolated"] = arrays["perturbation_isolated"][:, ::-1]

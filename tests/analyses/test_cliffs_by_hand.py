@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.stats.crossings import contest, crossing, first, last
+from perturbkv.analyses.stats.crossings import crossing, crossing_ratio, first, last
 from perturbkv.errors import ConfigError, TraceError
 from tests.support.swept import swept
 
@@ -50,8 +50,8 @@ def test_beyond_the_budgets_nothing_is_extrapolated() -> None:
     falling = np.array([8.0, 4.0, 2.0])
     assert last(BUDGETS, falling, 1.0) == first(BUDGETS, falling, 1.0) == INF
     assert last(BUDGETS, falling / 100, 1.0) == first(BUDGETS, falling / 100, 1.0) == 0.0
-    told = crossing(BUDGETS, np.tile(falling, (6, 1)), 1.0).to_dict(0.01, 1.0)
-    assert math.isnan(told["value"])
+    told = crossing(BUDGETS, np.tile(falling, (6, 1)), 1.0).to_dict()
+    assert told["value"] is None
     assert (told["beyond"], told["mean_beyond"]) == ("above 1", "above 1")
 
 
@@ -96,27 +96,27 @@ def test_methods_are_compared_prompt_by_prompt() -> None:
     """Prompts differ tenfold, and in each the treatment needs half: no difference of medians shows it that well."""
     sizes = np.geomspace(1, 10, 7)[:, None]
     baseline = sizes * np.array([10.0, 1.0, 0.01])
-    found = contest((BUDGETS, BUDGETS / 2), (baseline, baseline), 1.0)
+    found = crossing_ratio((BUDGETS, BUDGETS / 2), (baseline, baseline), 1.0)
     assert found.ratio == pytest.approx(0.5)
     assert found.interval is not None
     assert (found.interval.low, found.interval.high) == pytest.approx((0.5, 0.5))
-    assert (found.told, found.prompts) == (7, 7)
+    assert (found.known, found.samples) == (7, 7)
 
 
 def test_prompts_beyond_the_budgets_count_with_all_that_they_can_be() -> None:
     curve = np.array([10.0, 1.0, 0.1])
     baseline = np.array([1.0, 1.0, 1.0])[:, None] * curve  # passes at 0.1
     treatment = np.array([0.01, 1.0, 100.0])[:, None] * curve  # below 0.01; at 0.1; above 1
-    found = contest((BUDGETS, BUDGETS), (baseline, treatment), 1.0)
+    found = crossing_ratio((BUDGETS, BUDGETS), (baseline, treatment), 1.0)
     assert found.ratio == pytest.approx(1.0)
     assert found.interval is not None
     assert (found.interval.low, found.interval.high) == (0.0, INF)
-    assert found.told == 1
-    both = contest((BUDGETS, BUDGETS), (100 * baseline, treatment[[2, 2, 2]]), 1.0)
+    assert found.known == 1
+    both = crossing_ratio((BUDGETS, BUDGETS), (100 * baseline, treatment[[2, 2, 2]]), 1.0)
     assert both.limits == (0.0, INF)
     assert math.isnan(both.ratio)
-    assert both.told == 0
-    least = contest((BUDGETS, BUDGETS), (baseline, treatment[[2, 2, 1]]), 1.0)
+    assert both.known == 0
+    least = crossing_ratio((BUDGETS, BUDGETS), (baseline, treatment[[2, 2, 1]]), 1.0)
     assert least.limits == (pytest.approx(10.0), INF)
 
 
@@ -133,30 +133,28 @@ def test_of_a_trace_by_hand() -> None:
     # The median prompt has 1.45 times as much: 0.058 / b² is 1 at √0.058, and 0.1 at √0.58.
     assert [one.value for one in attention.crossings] == pytest.approx([math.sqrt(0.58), math.sqrt(0.058)])
     assert [one.value for one in staged.crossings] == pytest.approx([math.sqrt(0.145), math.sqrt(0.0145)])
-    assert [one.ratio for one in staged.contests] == pytest.approx([0.5, 0.5], rel=1e-6)
-    assert attention.contests == ()
-    assert attention.at(0.2, attention.held) == pytest.approx(0.2)
-    assert math.isnan(attention.at(0.0, attention.held))
+    assert [one.ratio for one in staged.ratios] == pytest.approx([0.5, 0.5], rel=1e-6)
+    assert attention.ratios == ()
+    assert attention.at(0.2, attention.cache_shares) == pytest.approx(0.2)
+    assert math.isnan(attention.at(0.0, attention.cache_shares))
     assert found.identity.samples == 6
-    said = found.conclusion().splitlines()
-    assert said[1] == (
-        "The budget from which on median KL stays below 1 nat is 0.24 [0.22, 0.26] with attention, 0.12 [0.11, 0.13] "
-        "with two-stage; of attention's budget the median prompt needs with two-stage 0.50 × [0.50, 0.50] (n = 6 "
-        "samples)."
+    assert found.conclusion() == (
+        "Median KL of the next token stays below 0.1 nat from budget 0.76 [0.69, >0.8] with attention, 0.38 [0.35, "
+        "0.41] with two-stage (two-stage needs 0.50 […, 0.52] of attention's); below 1 nat from budget 0.24 [0.22, "
+        "0.26] with attention, 0.12 [0.11, 0.13] with two-stage (two-stage needs 0.50 [0.50, 0.50] of attention's) "
+        "(n = 6 samples)."
     )
     json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_thresholds_beyond_what_was_measured_are_told_as_such() -> None:
     found = pk.cliff(made(), kl=(1e-3, 100.0))
-    assert [(one.value, one.told) for one in found[0].crossings] == [(INF, False), (0.0, False)]
-    text = " ".join(repr(found).split())
-    assert "> 0.8" in text
-    assert "< 0.1" in text
+    assert [(one.value, one.known) for one in found[0].crossings] == [(INF, False), (0.0, False)]
+    assert [one.budget.partition(" [")[0] for one in found[0].crossings] == ["> 0.8", "< 0.1"]
     told = found.to_dict()["methods"][0]["crossings"]
     assert [one["beyond"] for one in told] == ["above 0.8", "below 0.1"]
     assert [one["value"] for one in told] == [None, None]
-    assert "not told" in text
+    assert [one.over_first for one in found[1].ratios] == ["?", "?"]
 
 
 def test_kl_of_several_steps_is_each_samples_mean() -> None:
@@ -173,7 +171,7 @@ def test_budgets_of_which_stage_1_takes_nothing_are_told() -> None:
     trace.arrays["stage1_count"][:4, [0, 5]] = 0  # the smallest budget of both, in four prompts
     found = pk.cliff(trace)
     assert [one.unstaged.tolist() for one in found] == [[0] * 5, [4, 0, 0, 0, 0]]
-    assert "Stage 1 of two-stage takes no entry, as α of so few is none, at b = 0.1 (4 of 6 prompts)" in found.notes()
+    assert len(found.caveats()) == 1
 
 
 @pytest.mark.parametrize("samples", [1, 3, 6])
@@ -184,7 +182,7 @@ def test_tables_fit_80_columns(samples: int) -> None:
 def test_the_order_of_sides_names_the_baseline() -> None:
     found = pk.cliff(made(), sides=["two-stage", "attention"])
     assert [one.name for one in found] == ["two-stage", "attention"]
-    assert found[1].contests[0].ratio == pytest.approx(2.0, rel=1e-6)
+    assert found[1].ratios[0].ratio == pytest.approx(2.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("kl", [(), (0.0,), (0.1, 0.1), (-1.0, 1.0), (math.nan,)])

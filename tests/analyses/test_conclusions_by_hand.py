@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from perturbkv.analyses.ablation.ablation import ablation
+from perturbkv.analyses.ablation.ablation import Ablation, ablation
 from perturbkv.analyses.bounds.assumption import assumption
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 from perturbkv.analyses.horizon.horizon import horizon
-from perturbkv.analyses.needle.needle import needle
+from perturbkv.analyses.needle.needle import Needle, needle
 from perturbkv.analyses.stats.intervals import Interval
-from perturbkv.analyses.text import compared, decided, difference, extremes, over, tally_verdicts
+from perturbkv.analyses.text import (
+    ALIKE,
+    FEW,
+    LESS,
+    MORE,
+    UNDECIDED,
+    Case,
+    comparison,
+    difference,
+    extremes,
+    interval_verdict,
+    sample_note,
+    tally,
+)
 from perturbkv.trace import Trace
 from tests.analyses.test_ablation_by_hand import CHAIN
 from tests.analyses.test_ablation_by_hand import made as chain
@@ -34,42 +48,42 @@ def sigmas(values: Any, samples: int = 8, budgets: tuple[float, ...] = (64,)) ->
     return hand_made(configs, dict.fromkeys(names, whole), layers=4, heads=8)
 
 
-def test_the_assumption_holds_in_most_heads_and_fails_in_the_first_layer() -> None:
+@pytest.mark.parametrize(
+    ("values", "share", "verdict", "weak"),
+    [
+        ([0.4, 0.9, 0.9, 0.9], 0.75, 1, {0: 8}),
+        ([0.4, 0.4, 0.4, 0.9], 0.25, -1, {0: 8, 1: 8, 2: 8}),
+        ([0.4, 0.4, 0.9, 0.9], 0.5, 0, {0: 8, 1: 8}),
+    ],
+)
+def test_the_assumption_is_judged_by_the_interval_of_the_share(
+    values: list[float], share: float, verdict: int, weak: dict[int, int]
+) -> None:
+    result = assumption(sigmas([values]))
+    reading = result.configs[0].sigma_stage1
+    assert (reading.share, interval_verdict(reading.share_interval, 0.5)) == (share, verdict)
+    assert Counter(head.layer for head in reading.weak_heads) == weak
+    table = result.table()
+    (row,) = (dict(zip(result.SHOWN[1:], cells[-4:], strict=True)) for cells in table.rows)
+    assert row["stage1_share"].startswith(f"{100 * share:.0f} %\n[")
+    assert row["weak_count"] == f"{sum(weak.values())} of 32"
+
+
+def test_the_conclusion_of_the_assumption_names_verdict_share_n_and_where_it_fails() -> None:
     said = assumption(sigmas([[0.4, 0.9, 0.9, 0.9]])).conclusion()
     assert said.startswith("The paper's assumption holds in most heads: the first stage of two-stage keeps more than ")
     assert "in 75 % [" in said
-    assert said.endswith("(n = 8 samples); most that fail are in layer 0 (8 of 8 heads).")
+    assert said.endswith("of heads (n = 8 samples); 8 heads of 32 fail, in layer 0.")
+    both = assumption(sigmas([[0.4] * 4, [0.9] * 4], budgets=(64, 128))).conclusion()
+    assert both.startswith("Whether the paper's assumption holds in most heads depends on the budget: ")
+    assert both.endswith("all 32 heads fail at b=64.")
 
 
-def test_an_assumption_that_fails_is_said_to_fail() -> None:
-    said = assumption(sigmas([[0.4, 0.4, 0.4, 0.9]])).conclusion()
-    assert said.startswith("The paper's assumption fails in most heads: ")
-    assert "in 25 % [" in said
-    assert said.endswith("24 heads of 32 fail, in 3 layers.")
-
-
-def test_an_assumption_that_holds_in_half_the_heads_is_undecided() -> None:
-    said = assumption(sigmas([[0.4, 0.4, 0.9, 0.9]])).conclusion()
-    assert said.startswith("Whether the paper's assumption holds in most heads is undecided: ")
-
-
-def test_budgets_of_which_one_fails_are_told_by_both_ends() -> None:
-    said = assumption(sigmas([[0.4] * 4, [0.9] * 4], budgets=(64, 128))).conclusion()
-    assert said.startswith("Whether the paper's assumption holds in most heads depends on the budget: ")
-    assert "0 % [0, " in said
-    assert "at b=64 to 100 % [" in said
-    assert said.endswith("all 32 heads fail at b=64.")
-
-
-@pytest.mark.parametrize(
-    ("samples", "words"),
-    [(1, "in 75 % of heads (one sample: no interval)"),
-     (4, "in 75 % (75 … 75) of heads (n = 4 samples: ranges, too few for intervals)")],
-)  # fmt: skip
-def test_few_samples_judge_no_assumption(samples: int, words: str) -> None:
-    said = assumption(sigmas([[0.4, 0.9, 0.9, 0.9]], samples)).conclusion()
-    assert said.startswith("The first stage of two-stage keeps more than half of the attention in ")
-    assert words in said
+@pytest.mark.parametrize("samples", [1, 4])
+def test_few_samples_judge_no_assumption(samples: int) -> None:
+    result = assumption(sigmas([[0.4, 0.9, 0.9, 0.9]], samples))
+    assert interval_verdict(result.configs[0].sigma_stage1.share_interval, 0.5) is None
+    assert result.conclusion().startswith("The first stage of two-stage keeps more than half of the attention in 75 %")
 
 
 def test_the_conclusion_names_the_selection_that_was_asked_for() -> None:
@@ -77,7 +91,7 @@ def test_the_conclusion_names_the_selection_that_was_asked_for() -> None:
     assert "the first stage of snapkv keeps" in assumption(trace, "snapkv").conclusion()
 
 
-def test_a_bound_is_told_by_how_far_it_lies_above() -> None:
+def test_a_bound_is_told_by_how_far_it_lies_above_and_how_it_orders() -> None:
     said = bound_tightness(one_config()).conclusion()  # L/θ̂ of 1/4, 1/4 and 3/5: quantiles 0.25 and 0.565
     assert said.startswith(
         "The paper's bound θ̂ covers 75 % (50 … 100) of heads and is 4.0 × (1.8 to 4.0) the perturbation of two-stage "
@@ -87,32 +101,36 @@ def test_a_bound_is_told_by_how_far_it_lies_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theta", "words"),
+    ("theta", "rho", "verdict", "words"),
     [
-        ([[10, 20, 30]] * 8, "the selection with the lower bound perturbs less: ρ = 1.00 ["),
-        ([[30, 20, 10]] * 8, "the selection with the lower bound perturbs more: ρ = −1.00 ["),
-        ([[10, 20, 30], [30, 20, 10]] * 4, "whether the selection with the lower bound perturbs less is undecided: "),
+        ([[10, 20, 30]] * 8, 1, 1, "the selection with the lower bound perturbs less: "),
+        ([[30, 20, 10]] * 8, -1, -1, "the selection with the lower bound perturbs more: "),
+        ([[10, 20, 30], [30, 20, 10]] * 4, 0, 0, "whether the selection with the lower bound perturbs less is und"),
     ],
 )
-def test_a_bound_orders_selections_or_not(theta: Any, words: str) -> None:
-    said = bound_tightness(bounds([[1, 2, 3]] * len(theta), theta)).conclusion()
-    assert words in said
-    assert said.endswith("(n = 8 samples).")
+def test_a_bound_orders_selections_or_not(theta: Any, rho: float, verdict: int, words: str) -> None:
+    result = bound_tightness(bounds([[1, 2, 3]] * len(theta), theta))
+    (ranked_by,) = [one for one in result.agreements[0].correlations if one.bound == "θ̂"]
+    assert (ranked_by.evidence_mean, ranked_by.evidence_samples) == (pytest.approx(rho), 8)
+    assert interval_verdict(ranked_by.evidence_mean_interval, 0) == verdict
+    assert words in result.conclusion()
 
 
 def test_four_samples_say_nothing_of_the_order() -> None:
-    said = bound_tightness(bounds([[1, 2, 3]] * 4, [[10, 20, 30]] * 4)).conclusion()
-    assert said.endswith("perturbs less cannot be said: too few samples hold ranks where σ > 0.5.")
+    result = bound_tightness(bounds([[1, 2, 3]] * 4, [[10, 20, 30]] * 4))
+    assert all(np.isnan(one.evidence_rho) for one in result.agreements[0].correlations)
+    assert result.conclusion().endswith("cannot be said: too few samples hold ranks where σ > 0.5.")
 
 
 def test_a_bound_that_says_nothing_is_said_to() -> None:
-    flagged = bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, sigma=0.5)
-    assert bound_tightness(flagged).conclusion().startswith(
-        "There is no bound to judge for two-stage: stage 1 keeps at most half of the attention in every head, "
-    )  # fmt: skip
+    flagged = bound_tightness(bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, sigma=0.5))
+    assert [one.flagged_share for one in flagged.configs] == [1, 1, 1]
+    assert flagged.conclusion().startswith("There is no bound to judge for two-stage: stage 1 keeps at most half")
     nothing = bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, configs=THREE)
     nothing.arrays["evicted"][:] = 0  # type: ignore[index]
-    assert "for two-stage: nothing was evicted; " in bound_tightness(nothing).conclusion()
+    result = bound_tightness(nothing)
+    assert [one.evicted_samples for one in result.configs] == [0, 0, 0]
+    assert "for two-stage: nothing was evicted; " in result.conclusion()
 
 
 def test_a_gain_is_taken_apart() -> None:
@@ -124,9 +142,14 @@ def test_a_gain_is_taken_apart() -> None:
 
 
 def test_a_loss_is_told_as_one() -> None:
-    said = ablation(chain([config(name) for name in NAMES], [10, 9, 12], samples=8)).conclusion()
-    assert said.startswith("two-stage perturbs 20 % [20, 20] more than attention; un-pooling by itself: 10 % [10, 10] ")
-    assert "the value norms on top of it: 33 % [33, 33] more" in said
+    result = ablation(chain([config(name) for name in NAMES], [10, 9, 12], samples=8))
+    assert verdicts(result) == ([MORE], [LESS], [MORE])
+
+
+def verdicts(result: Ablation) -> tuple[list[str], ...]:
+    """Of two stages over the baseline, of un-pooling, and of the value norms on top of it."""
+    cases = (result.cases("two-stage"), *(result.cases(name, "brings") for name in ("un-pooling", "the value norms ν")))
+    return tuple([case.verdict for case in each] for each in cases)
 
 
 def varying(factors: Any) -> Trace:
@@ -137,35 +160,29 @@ def varying(factors: Any) -> Trace:
 
 
 def test_a_gain_in_half_of_the_samples_is_undecided() -> None:
-    said = ablation(varying([0.5, 1.5] * 4)).conclusion()
-    assert said.startswith("Whether two-stage perturbs less than attention is undecided: 0 % [−")
-    assert "; un-pooling by itself: nothing; the value norms on top of it: 0 % [−" in said
-    assert "less, undecided (propagated" in said
+    assert verdicts(ablation(varying([0.5, 1.6] * 4))) == ([UNDECIDED], [ALIKE], [UNDECIDED])
 
 
-@pytest.mark.parametrize(
-    ("factors", "words"),
-    [([0.5], "two-stage perturbs 50 % less than attention;"),
-     ([0.4, 0.6], "two-stage perturbs 50 % (40 … 60) less than attention;")],
-)  # fmt: skip
-def test_few_samples_tell_a_gain_without_a_verdict(factors: list[float], words: str) -> None:
-    said = ablation(varying(factors)).conclusion()
-    assert said.startswith(words)
-    assert ("one sample: no interval" if len(factors) == 1 else "n = 2 samples: ranges, too few") in said
+@pytest.mark.parametrize("factors", [[0.5], [0.4, 0.6]])
+def test_few_samples_tell_a_gain_without_a_verdict(factors: list[float]) -> None:
+    result = ablation(varying(factors))
+    assert verdicts(result) == ([FEW], [ALIKE], [FEW])
+    (case,) = result.cases("two-stage")
+    assert case.ratio == pytest.approx(0.5)
+    assert case.interval == (None if len(factors) == 1 else Interval(pytest.approx(0.4), pytest.approx(0.6), "range"))
 
 
 def test_settings_are_counted_and_both_ends_told() -> None:
     configs = [config(name, budget) for budget in (64, 128) for name in NAMES]
-    said = ablation(chain(configs, [10, 9, 5, 10, 11, 12], samples=8)).conclusion()
-    assert said.startswith(
-        "two-stage perturbs less than attention in 1 of 2 cases, more in 1: 50 % [50, 50] less at b=64 to 20 % "
-        "[20, 20] more at b=128; un-pooling by itself: less in 1 of 2 cases, more in 1; "
-    )
+    result = ablation(chain(configs, [10, 9, 5, 10, 11, 12], samples=8))
+    assert verdicts(result) == ([LESS, MORE], [LESS, MORE], [LESS, MORE])
+    assert [case.name for case in result.cases("two-stage")] == ["b=64", "b=128"]
 
 
 def test_a_trace_without_the_two_stages_speaks_of_what_it_holds() -> None:
-    said = ablation(chain([config("attention"), config("value")], [4, 6], samples=8)).conclusion()
-    assert said == "value perturbs 50 % [50, 50] more than attention (propagated, all heads; n = 8 samples)."
+    result = ablation(chain([config("attention"), config("value")], [4, 6], samples=8))
+    assert [case.verdict for case in result.cases("value")] == [MORE]
+    assert result.conclusion().startswith("value perturbs 50 % [50, 50] more than attention")
 
 
 def test_a_baseline_that_perturbs_nothing_is_compared_with_nothing() -> None:
@@ -182,48 +199,55 @@ def led(first: float, last: float, samples: int = 8) -> Trace:
     return trace
 
 
-def test_a_lead_that_lasts_and_one_that_turns() -> None:
-    said = horizon(led(0.5, 0.75)).conclusion()
-    assert said.startswith(
-        "two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; it "
+@pytest.mark.parametrize(("last", "verdict"), [(0.75, LESS), (1.25, MORE)])
+def test_an_advantage_lasts_or_turns(last: float, verdict: str) -> None:
+    result = horizon(led(0.5, last))
+    (advantage,) = result.advantages
+    assert [case.verdict for case in advantage.cases()] == [LESS, verdict]
+    assert (advantage.first_ratio, advantage.last_ratio) == pytest.approx((0.5, last))
+    assert result.to_dict()["advantages"][0]["last"] == pytest.approx(last)
+    table = result.table()
+    (baseline, treatment) = (dict(zip(table.columns[1:], row[1:], strict=True)) for row in table.rows)
+    assert (baseline["#first third\n/ baseline"], baseline["#last third\n/ baseline"]) == ("", "")
+    assert treatment["#first third\n/ baseline"] == "0.50\n[0.50, 0.50]"
+    assert treatment["#last third\n/ baseline"] == f"{last:.2f}\n[{last:.2f}, {last:.2f}]"
+
+
+def test_an_advantage_and_growth_are_one_sentence() -> None:
+    assert horizon(led(0.5, 0.75)).conclusion() == (
+        "two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; it perturbs 25 % "
+        "[25, 25] less than attention in the last third; the error grows in both configurations, last third over "
+        "first: 1.12 × [1.12, 1.13] of attention to 1.69 × [1.69, 1.69] of two-stage (n = 8 samples)."
     )
-    assert "it perturbs 25 % [25, 25] less than attention in the last third; the error grows in both" in said
-    turned = horizon(led(0.5, 1.25)).conclusion()
-    assert "it perturbs 25 % [25, 25] more than attention in the last third" in turned
 
 
-def test_a_lead_of_some_samples_is_undecided() -> None:
+def test_an_advantage_of_some_samples_is_undecided() -> None:
     trace = led(0.5, 1)
     trace.arrays["perturbation_propagated"][::2, 1, 4:] *= 1.5  # type: ignore[index]
     trace.arrays["perturbation_propagated"][1::2, 1, 4:] *= 0.5  # type: ignore[index]
-    said = horizon(trace).conclusion()
-    assert "; whether it perturbs less than attention in the last third is undecided: " in said
+    (advantage,) = horizon(trace).advantages
+    assert [case.verdict for case in advantage.cases()] == [LESS, UNDECIDED]
 
 
-@pytest.mark.parametrize(
-    ("samples", "words"), [(1, "(one sample: no interval)"), (4, "(n = 4 samples: ranges, too few for intervals)")]
-)
-def test_few_samples_tell_a_lead_without_a_verdict(samples: int, words: str) -> None:
-    said = horizon(led(0.5, 0.75, samples)).conclusion()
-    assert said.startswith("two-stage perturbs 50 % ")
-    assert "the error changes, last third over first: " in said
-    assert words in said
+@pytest.mark.parametrize("samples", [1, 4])
+def test_few_samples_decide_no_advantage_and_no_growth(samples: int) -> None:
+    result = horizon(led(0.5, 0.75, samples))
+    (advantage,) = result.advantages
+    assert [case.verdict for case in advantage.cases()] == [FEW, FEW]
+    assert (advantage.first_ratio, advantage.last_ratio) == pytest.approx((0.5, 0.75))
+    growth = [config.curves["propagated"].growth_interval for config in result.configs]
+    assert [interval_verdict(interval, 1) for interval in growth] == [None, None]
+    assert "the error changes, last third over first: " in result.conclusion()
 
 
 def test_growth_alone_and_growth_within_rounding() -> None:
     alone = horizon(growing(8), "attention").conclusion()
     assert alone == "The error grows, last third over first: 1.12 × [1.12, 1.13] (n = 8 samples)."
-    rounding = horizon(growing(8, floor=9.0)).conclusion()
-    assert rounding.startswith("two-stage cannot be compared with attention in the first third of 6 decode steps: ")
-    assert rounding.endswith("whether the error grows cannot be told from rounding (n = 8 samples).")
-
-
-def test_the_table_of_leads_holds_what_the_sentence_says() -> None:
-    result = horizon(led(0.5, 0.75))
-    (lead,) = result.leads
-    assert (lead.first, lead.last) == pytest.approx((0.5, 0.75))
-    assert "0.50 [0.50, 0.50]  0.75 [0.75, 0.75]" in repr(result)
-    assert result.to_dict()["leads"][0]["last"] == pytest.approx(0.75)
+    rounding = horizon(growing(8, floor=9.0))
+    assert [np.isnan(one.first_ratio) for one in rounding.advantages] == [True]
+    assert "two-stage cannot be compared with attention in the first third" in rounding.conclusion()
+    assert np.isnan([config.curves["propagated"].growth for config in rounding.configs]).all()
+    assert rounding.caveats()[0] == "A dash: within two noise floors."
 
 
 def needles(scores: Any, moved: Any, full: Any = None) -> Trace:
@@ -239,56 +263,65 @@ def test_a_needle_is_found_by_the_best_and_the_worst() -> None:
     assert said.endswith("(n = 8 deciding prompts).")
 
 
-def test_perturbation_that_misleads_is_said_to() -> None:
-    said = needle(needles([[1, 1, 0]] * 8, [0.9, 0.8, 0.1])).conclusion()
-    assert "; methods that perturb a prompt's first step more find more digits: ρ = 0.87 [" in said
+def verdict(result: Needle) -> tuple[float, int | None]:
+    """ρ of propagated perturbation with the digits, and on which side of 0 its interval lies."""
+    (budget,) = result.correlation.budgets
+    return round(budget.principal().rho, 2), interval_verdict(budget.principal().rho_interval, 0)
 
 
-def test_methods_that_cannot_be_told_apart_say_so() -> None:
-    said = needle(needles([[1, 0, 0], [0, 1, 1]] * 4, [0.1, 0.2, 0.9])).conclusion()
+def test_perturbation_predicts_misleads_or_decides_nothing() -> None:
+    assert verdict(needle(needles([[1, 1, 0]] * 8, [0.1, 0.2, 0.9]))) == (-0.87, -1)
+    assert verdict(needle(needles([[1, 1, 0]] * 8, [0.9, 0.8, 0.1]))) == (0.87, 1)
+    assert verdict(needle(needles([[1, 0, 0], [0, 1, 1]] * 4, [0.1, 0.2, 0.9])))[1] == 0
+    alike = needle(needles([[1, 1, 1]] * 8, [0.1, 0.2, 0.9]))
+    assert [budget.principal().deciding for budget in alike.correlation.budgets] == [0]
+    assert "no two methods of a prompt differ" in alike.conclusion()
+
+
+def test_methods_whose_intervals_overlap_say_so() -> None:
     assert "(their intervals overlap)" in needle(needles([[1, 0, 0]] + [[1, 1, 1]] * 7, [0.1, 0.2, 0.9])).conclusion()
-    assert said.startswith("All 3 methods find 50 % [16, 84] of the numbers; ")
-    assert "whether methods that perturb a prompt's first step more find fewer digits is undecided: " in said
-    alike = needle(needles([[1, 1, 1]] * 8, [0.1, 0.2, 0.9])).conclusion()
-    assert alike.endswith(
-        "whether those that perturb more find less cannot be said: no two methods of a prompt differ."
-    )
+    equal = needle(needles([[1, 0, 0], [0, 1, 1]] * 4, [0.1, 0.2, 0.9]))
+    assert {method.score for method in equal.methods} == {0.5}
+    assert "overlap" not in equal.conclusion()
 
 
-def test_few_prompts_have_their_n_and_two_methods_no_ranks() -> None:
-    one = needle(needles([[1, 1, 0]], [0.1, 0.2, 0.9])).conclusion()
-    assert "(n = 1 prompt)" in one
-    assert one.endswith("is undecided: ρ = −0.87 (n = 1 deciding prompt, too few for an interval).")
-    two = needle(answers([[1, 0]], [1], [[0.1, 0.2]])).conclusion()
-    assert two.endswith("cannot be said: too few methods share a budget.")
+def test_few_prompts_decide_nothing_and_two_methods_have_no_ranks() -> None:
+    single = needle(needles([[1, 1, 0]], [0.1, 0.2, 0.9]))
+    assert verdict(single) == (-0.87, None)
+    assert "too few samples to decide" in single.conclusion()
+    two = needle(answers([[1, 0]], [1], [[0.1, 0.2]]))
+    assert two.correlation.budgets == ()
+    assert "too few methods share a budget" in two.conclusion()
 
 
 def test_a_full_cache_that_finds_nothing_has_nothing_to_lose() -> None:
-    said = needle(needles([[0, 0, 0]] * 8, [0.1, 0.2, 0.9], full=[0] * 8)).conclusion()
-    assert said == (
-        "Even the full cache finds no number (0 % [0, 37]; n = 8 prompts): there is nothing that eviction can lose."
-    )
+    result = needle(needles([[0, 0, 0]] * 8, [0.1, 0.2, 0.9], full=[0] * 8))
+    assert (result.full.score, result.correlation.samples) == (0, 0)
+    assert "nothing that eviction can lose" in result.conclusion()
 
 
 def test_parts_of_sentences() -> None:
-    assert [over(number) for number in (1, 4, 8)] == [
+    assert [sample_note(number) for number in (1, 4, 8)] == [
         "one sample: no interval", "n = 4 samples: ranges, too few for intervals", "n = 8 samples"]  # fmt: skip
     assert difference(0.83, Interval(0.78, 0.88)) == "17 % [12, 22] less"
     assert difference(3.1, Interval(2.4, 4.0)) == "210 % [140, 300] more"
-    assert [decided(Interval(*found), 1) for found in ((0.5, 0.9), (0.9, 1.1), (1.1, 2))] == [-1, 0, 1]
-    assert decided(Interval(0.5, 0.9, "range"), 1) is decided(None, 1) is None
+    assert [interval_verdict(Interval(*found), 1) for found in ((0.5, 0.9), (0.9, 1.1), (1.1, 2))] == [-1, 0, 1]
+    assert interval_verdict(Interval(0.5, 0.9, "range"), 1) is interval_verdict(None, 1) is None
     words = {1: ("it grows", "grows"), 0: ("undecided", "undecided")}
-    assert tally_verdicts([1, 0, 0], words, "case") == "undecided in 2 of 3 cases, grows in 1"
-    assert tally_verdicts([1, 1], words, "case") == "it grows in both cases"
+    assert tally([1, 0, 0], words, "case") == "undecided in 2 of 3 cases, grows in 1"
+    assert tally([1, 1], words, "case") == "it grows in both cases"
     assert extremes([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one at b to two at a"
-    assert compared("a", "b", [("", 1.0, None)]) == "a perturbs exactly as much as b"
+    assert comparison("a", "b", [Case("", 1.0, None)]) == "a perturbs as much as b, up to rounding"
+    ends = ((0.5, 0.9), (0.9, 1.1), (1.1, 2))
+    cases = [Case("", 1.01, Interval(*pair)) for pair in ends] + [Case("", 0.7, None), Case("", 0.7, None, tied=True)]
+    assert [case.verdict for case in cases] == [LESS, UNDECIDED, MORE, FEW, ALIKE]
 
 
 @pytest.mark.parametrize("kind", ["range", "interval"])
 def test_what_rounds_to_nothing_is_no_difference(kind: str) -> None:
     """It read '0 % (0 … 0) more'; with an end that is seen, or a case that is, the numbers stand."""
     near, seen = Interval(0.996, 1.004, kind), Interval(0.99, 1.002, kind)
-    assert compared("a", "b", [("", 1.003, near)], " there") == "a perturbs as much as b there, within 0.5 %"
-    assert compared("a", "b", [("x", 1.003, near), ("y", 0.997, None)]).endswith("as much as b, within 0.5 %")
-    assert "within" not in compared("a", "b", [("", 0.998, seen)])
-    assert "within" not in compared("a", "b", [("x", 1.003, near), ("y", 1.2, Interval(1.1, 1.3, kind))])
+    assert comparison("a", "b", [Case("", 1.003, near)], " there") == "a perturbs as much as b there, within 0.5 %"
+    assert comparison("a", "b", [Case("x", 1.003, near), Case("y", 0.997, None)]).endswith("as much as b, within 0.5 %")
+    assert "within" not in comparison("a", "b", [Case("", 0.998, seen)])
+    assert "within" not in comparison("a", "b", [Case("x", 1.003, near), Case("y", 1.2, Interval(1.1, 1.3, kind))])

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from perturbkv.analyses.budget.equal_bytes import EqualBytes, Measured, equal_bytes, settings
+from perturbkv.analyses.budget.equal_bytes import EqualBytes, Rows, equal_bytes, settings
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -73,20 +74,18 @@ def test_what_is_alike_but_for_bits_is_held_against_evicting_alone(found: EqualB
 
 def test_the_last_layers_perturbation_is_over_evicting_alones(found: EqualBytes) -> None:
     first, second = found.settings
-    assert [row.over.value for row in first.rows if row.over] == pytest.approx([1, 0.5, 2])
-    assert [row.over.value for row in second.rows if row.over] == pytest.approx([1, 9])
-    assert [row.moved.value for row in first.rows] == pytest.approx([3.5 * moved / 20 for moved in (4, 2, 8)])
-    assert found.everything[0].over is None
-    assert first.rows[1].over is not None
-    assert first.rows[1].over.interval == Interval(pytest.approx(0.5), pytest.approx(0.5))
-    assert [row.kl.median for row in first.rows] == pytest.approx([0.35 * moved for moved in (4, 2, 8)])
+    assert [row.ratio for row in first.rows] == pytest.approx([1, 0.5, 2])
+    assert [row.ratio for row in second.rows] == pytest.approx([1, 9])
+    assert [row.perturbation for row in first.rows] == pytest.approx([3.5 * moved / 20 for moved in (4, 2, 8)])
+    assert found.everything[0].ratio is None
+    assert first.rows[1].ratio_interval == Interval(pytest.approx(0.5), pytest.approx(0.5))
+    assert [row.kl_median for row in first.rows] == pytest.approx([0.35 * moved for moved in (4, 2, 8)])
 
 
 def test_scores_are_compared_sample_by_sample(found: EqualBytes) -> None:
     (_, four, two), (_, low) = (one.rows for one in found.settings)
-    assert four.gain and two.gain and low.gain and four.score
-    assert [four.score.value, four.gain.value, two.gain.value] == pytest.approx([0.7, 0.2, -0.2])
-    ends = [(gain.interval.low, gain.interval.high) for gain in (four.gain, two.gain, low.gain) if gain.interval]
+    assert [four.score, four.gain, two.gain] == pytest.approx([0.7, 0.2, -0.2])
+    ends = [(row.gain_interval.low, row.gain_interval.high) for row in (four, two, low) if row.gain_interval]
     assert [round(sum(both) / 2, 6) for both in ends[:2]] == [0.2, -0.2]
     assert 0 < ends[0][0] < 0.2 and ends[1][1] < 0 and ends[2][0] < -0.9 < ends[2][1]
     assert ends[1][1] - ends[1][0] == pytest.approx((ends[0][1] - ends[0][0]) / 2), "half of the differences' spread"
@@ -95,17 +94,16 @@ def test_scores_are_compared_sample_by_sample(found: EqualBytes) -> None:
 def test_bytes_and_kinds_are_told(found: EqualBytes) -> None:
     kinds = [(row.config.bits, row.kind) for row in found.rows]
     assert kinds == [(16, "evicted"), (4, "both"), (2, "both"), (16, "evicted"), (2, "both"), (4, "quantised")]
-    assert [row.stored for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.4, 0.4, 0.3])
+    assert [row.byte_share for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.4, 0.4, 0.3])
     frame = found.to_frame()
-    assert frame.bytes.tolist() == [row.stored for row in found.rows] and frame.over.isna().sum() == 1
-    assert "bytes" in found.notes() and CONFIGS[6].label() in found.notes()
-    assert "bytes" not in str(found.stored())
+    assert frame.bytes.tolist() == [row.byte_share for row in found.rows] and frame.over.isna().sum() == 1
+    assert CONFIGS[6].label() in str(found.details())
     json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_the_conclusion_says_what_is_decided(found: EqualBytes) -> None:
     assert found.conclusion() == (
-        "Within a budget of bytes, storing 4 bits perturbs 50 % [50, 50] less than evicting alone; storing 2 "
+        "At equal bytes storing 4 bits perturbs 50 % [50, 50] less than evicting alone; storing 2 "
         "bits perturbs more than evicting alone in both cases: 100 % [100, 100] more at b=0.2 to 800 % [800, 800] more "
         "at b=0.4 (last layer, n = 6 samples); answers from 4 bits score higher, by 20.0 [8.2, 31.8] points of 100; "
         "answers from 2 bits score lower in both cases, by −90.0 [−100.0, −66.3] at b=0.4 to −20.0 [−25.9, −14.1] at "
@@ -122,8 +120,8 @@ def test_of_few_samples_nothing_is_decided() -> None:
 
 def test_without_answers_perturbation_alone_is_told() -> None:
     found = equal_bytes(made(answers=False))
-    assert found.full is None and found.rows[1].gain is None
-    assert "answers" not in found.conclusion() and "score" not in repr(found.tables()[0])
+    assert found.full_score is None and found.rows[1].gain is None
+    assert "answers" not in found.conclusion() and "score" not in str(found.table())
 
 
 def test_tables_fit_80_columns() -> None:
@@ -134,7 +132,7 @@ def test_tables_fit_80_columns() -> None:
 def test_without_equal_bytes_there_is_nothing_to_compare() -> None:
     trace = made(configs=(CONFIGS[1], CONFIGS[5], CONFIGS[6]))
     with pytest.raises(TraceError, match=r"in 16 bits that evicts something and one like it.* got a trace"):
-        settings(Measured.of(trace, 0))
+        settings(Rows(Measurements(trace, "bytes")))
     older = made()
     del older.arrays["held_bytes"]  # type: ignore[attr-defined]
     with pytest.raises(TraceError, match="bytes needs the variable 'held_bytes'"):
@@ -146,8 +144,7 @@ def test_what_takes_less_than_its_budget_is_told(found: EqualBytes) -> None:
     trace = made()
     for sample in trace.arrays["evicted"]:
         sample[CONFIGS.index(CONFIGS[0])] = 0
-    assert "Where 2 bits hold everything they take less than b" in equal_bytes(trace).notes()
-    assert "less than b" not in found.notes()
+    assert (len(equal_bytes(trace).caveats()), len(found.caveats())) == (1, 0)
 
 
 def test_a_budget_that_holds_everything_is_no_setting() -> None:

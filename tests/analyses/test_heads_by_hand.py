@@ -14,7 +14,7 @@ from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
 from perturbkv.analyses.measurements import held_shares, values
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.stats.intervals import Interval
-from perturbkv.analyses.text import about_intervals
+from perturbkv.analyses.text import intervals_note
 from perturbkv.analyses.verdicts import equal_isolated, equal_layers, equal_propagated, equal_whole, verdicts
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
@@ -59,7 +59,7 @@ def test_means_verdicts_and_shares() -> None:
         np.testing.assert_allclose(kind.baseline_mean, [[4, 2], [1e-3, 3]])
         np.testing.assert_allclose(kind.treatment_mean, [[2, 5], [2e-3, 3]])
         assert kind.verdict.tolist() == [[1, -1], [0, 0]]  # one floor apart, and exactly equal
-        assert (kind.improved_count, kind.tied_count, kind.worsened_count) == (1, 2, 1)
+        assert (kind.improved, kind.tied, kind.worsened) == (1, 2, 1)
         assert kind.better_share == 0.25
         assert kind.sum_ratio == pytest.approx(10.002 / 9.001)
         assert kind.median_ratio == pytest.approx(np.median([0.5, 2.5, 2.0, 1.0]))
@@ -77,7 +77,7 @@ def test_a_number_of_all_samples_can_lie_outside_the_range_of_single_ones_which_
     found = summarise(hand_measured(PAIR, arrays, heads=3), *PAIR)
     kind, ends = found.isolated, found.isolated.median_ratio_interval
     assert ends is not None and (kind.median_ratio, ends.low, ends.high, ends.kind) == (0.5, 1.0, 1.0, "range")
-    assert "range of single samples, outside which a number of all of them together can lie" in about_intervals(2)
+    assert "range of single samples, outside which a number of all of them together can lie" in intervals_note(2)
 
 
 def test_flagged_heads_are_those_whose_mean_sigma_is_at_most_a_half() -> None:
@@ -121,10 +121,10 @@ def keeping_another(place: tuple[int, ...]) -> Trace:
 def test_equal_kept_sets_tie_by_identity_and_their_ratio_is_exactly_1() -> None:
     result = compare(same_kept())
     for kind in (result.isolated, result.propagated):
-        assert (kind.improved_count, kind.tied_count, kind.worsened_count) == (0, 4, 0)
+        assert (kind.improved, kind.tied, kind.worsened) == (0, 4, 0)
         assert (kind.sum_ratio, kind.median_ratio, kind.better_share) == (1.0, 1.0, 0.0)
         assert np.array_equal(kind.baseline_mean, kind.treatment_mean)
-        assert not kind.decided.verdict.any()
+        assert not kind.sign_flips.significant.any()
 
 
 def test_a_propagated_tie_needs_equal_sets_in_all_earlier_layers_too() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import half_share, plain
+from perturbkv.analyses.stats.arithmetic import half_share
 from perturbkv.analyses.stats.intervals import CORRELATION, DIFFERENCE, POSITIVE, RATIO, Interval, Kind, share_of
 
 DRAW = np.random.default_rng(0)
@@ -73,7 +74,7 @@ def test_a_median_lies_between_two_of_the_samples() -> None:
 def test_fewer_than_five_samples_have_a_range_and_it_is_called_one(samples: int) -> None:
     values = np.array([3.0, 1, 2, 5])[:samples]
     assert intervals.of_mean(values, POSITIVE) == Interval(1.0, values.max(), "range")
-    assert plain(intervals.of_mean(values, POSITIVE)) == {"low": 1.0, "high": float(values.max()), "kind": "range"}
+    assert json_value(intervals.of_mean(values, POSITIVE)) == {"low": 1.0, "high": float(values.max()), "kind": "range"}
     assert intervals.of_mean(values[:1], POSITIVE) is None
     assert intervals.of_mean(np.array([np.nan, 1.0]), POSITIVE) is None
 

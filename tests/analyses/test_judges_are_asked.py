@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 import perturbkv as pk
+from perturbkv.analyses.quality.divergence_point import AT_START
 from perturbkv.analyses.quality.judge import bounded
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Kind
@@ -50,9 +51,9 @@ def test_scores_come_to_means_and_drops_whatever_their_order() -> None:
         own = [characters(sample, place) for sample in "abcde"]
         assert one.scores.tolist() == own
         assert one.drop.tolist() == (found.full.scores - own).tolist()
-        assert one.interval is not None
-        assert one.interval.low < np.mean(own) < one.interval.high
-        assert one.drop_interval is not None
+        assert one.mean_interval is not None
+        assert one.mean_interval.low < np.mean(own) < one.mean_interval.high
+        assert one.mean_drop_interval is not None
     assert found.records()[0]["comment"] == "8 long"
     assert len(found.records()) == 15
     assert "Scores given: 2 to 11" in found.notes()
@@ -62,11 +63,12 @@ def test_scores_that_are_all_alike_have_no_interval_without_a_scale_and_one_with
     bare, told = asked("ten"), asked("ten", scale=(1, 10))
     unseen = 1 - 0.025 ** (1 / 5)
     for cache in (bare.full, *bare.configs):
-        assert (cache.interval, cache.drop_interval) == (None, None)
-    assert told.full.interval == intervals.Interval(pytest.approx(10 - 9 * unseen), 10.0)
-    assert told.configs[0].drop_interval == intervals.Interval(pytest.approx(-9 * unseen), pytest.approx(9 * unseen))
-    assert repr(bare).count("all alike") == 5  # mean scores of three caches, drops of two
-    assert "give --scale to bound what was not seen" in bare.notes()
+        assert (cache.mean_interval, cache.mean_drop_interval) == (None, None)
+    assert told.full.mean_interval == intervals.Interval(pytest.approx(10 - 9 * unseen), 10.0)
+    assert told.configs[0].mean_drop_interval == intervals.Interval(
+        pytest.approx(-9 * unseen), pytest.approx(9 * unseen)
+    )
+    assert [len(one.caveats()) for one in (bare, told)] == [2, 1]
     assert "[10.00, 10.00]" not in repr(bare)
     assert "all alike" not in repr(told).lower()
     assert bare.to_dict()["full"]["mean_interval"] is None
@@ -94,11 +96,10 @@ def test_a_compressed_cache_is_said_to_hold_so_much_at_the_start() -> None:
     single = pk.judge(again, planted_judge("length"), progress=False)
     pairs = pk.judge(again, planted_judge("longer"), pairwise=True, progress=False)
     for found in (single, pairs):
-        assert "held / full" in repr(found)
-        assert "at the start" in repr(found)
-        assert "As the answers began; above 300 entries caches were compressed again." in found.notes()
+        assert AT_START in found.caveats()
+        assert "As the answers began; above 300 entries caches were compressed again." in str(found.details()[-1])
         assert all("at the start" in name.get_text() for name in found.plot().axes[0].get_yticklabels())
-    assert "at the start" not in repr(asked("length"))
+    assert AT_START not in asked("length").caveats()
 
 
 def test_where_all_answers_are_the_same_nobody_is_asked_and_that_is_said() -> None:

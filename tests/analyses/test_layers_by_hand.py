@@ -43,13 +43,13 @@ def made(samples: int = 2, **changes: Any) -> Trace:
 
 def test_means_reductions_and_verdicts_per_layer() -> None:
     found = drift.summarise(made(), *PAIR)
-    assert found.baseline_mean.tolist() == [20, 20, 60]
-    assert found.treatment_mean.tolist() == [15, 19, 45]
+    assert found.baseline_drift.tolist() == [20, 20, 60]
+    assert found.treatment_drift.tolist() == [15, 19, 45]
     np.testing.assert_allclose(found.ratio, [0.75, 0.95, 0.75])
     assert found.verdict.tolist() == [1, 0, 1]  # in layer 1 they differ by 1, in noise of 0.5
-    assert found.baseline_median.tolist() == [20, 20, 60]
-    assert found.baseline_relative is not None
-    assert found.baseline_relative.tolist() == [0.1, 0.1, 0.3]
+    assert found.baseline_median_drift.tolist() == [20, 20, 60]
+    assert found.baseline_relative_drift is not None
+    assert found.baseline_relative_drift.tolist() == [0.1, 0.1, 0.3]
 
 
 def test_what_the_caches_hold_and_the_noise_floor_are_told() -> None:
@@ -73,10 +73,10 @@ def test_two_samples_show_their_range() -> None:
 
 def test_a_distance_without_a_floor_ties_only_what_is_equal_and_says_so() -> None:
     found = drift.summarise(made(), *PAIR, distance="l2")
-    assert found.baseline_mean.tolist() == [2, 2, 6]
-    assert found.baseline_relative is None
+    assert found.baseline_drift.tolist() == [2, 2, 6]
+    assert found.baseline_relative_drift is None
     assert found.verdict.tolist() == [1, 1, 1]
-    assert not found.floored
+    assert not found.noise_floor_known
     with pytest.raises(UnknownNameError, match="unknown distance 'l3'; known: l2, l1, cosine"):
         drift.summarise(made(), *PAIR, distance="l3")
 
@@ -86,9 +86,9 @@ def test_each_distance_is_judged_by_its_own_floor(distance: str, each: list[int]
     floors = np.tile([0.005, 0.06, 1.0], (2, 1))
     floor = {f"hidden_noise_floor_{distance}": floors, "hidden_norm_l2": np.full((2, 3), 20)}
     found = drift.summarise(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
-    assert found.floored
+    assert found.noise_floor_known
     assert found.verdict.tolist() == [1, 0, 0]  # differences of 0.5, 0.1 and 1.5; of roots 0.19, 0.04 and 0.33
-    assert (found.baseline_relative is None) == (distance == "cosine")
+    assert (found.baseline_relative_drift is None) == (distance == "cosine")
     drifts = drift.summarise_last_layer(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
     assert drifts.verdict.tolist() == each  # s1: 8 to 4, roots 0.83 apart; s0: 4 to 5; two floors of 1
 
@@ -129,13 +129,13 @@ def test_curves_run_over_kept_shares() -> None:
     assert (attention.name, two_stage.name) == ("attention", "two-stage")
     assert attention.budgets == (Budget(0.1), Budget(0.4))
     assert attention.kept.tolist() == [0.1, 0.4]
-    assert attention.means["drift"].tolist() == [60, 6]
-    assert attention.means["kl"].tolist() == [6, 1]
-    assert attention.means["top1"].tolist() == [0, 1]
-    assert two_stage.means["top1"].tolist() == [0.5, 1]
+    assert attention.means.drift.tolist() == [60, 6]
+    assert attention.means.kl.tolist() == [6, 1]
+    assert attention.means.top1.tolist() == [0, 1]
+    assert two_stage.means.top1.tolist() == [0.5, 1]
     assert attention.cliff == (Budget(0.4), Budget(0.1))
-    assert attention.medians["kl"].tolist() == [6, 1]
-    kl, same = attention.intervals["kl"], attention.intervals["top1"]
+    assert attention.medians.kl.tolist() == [6, 1]
+    kl, same = attention.intervals.kl, attention.intervals.top1
     assert kl is not None
     assert (kl.low.tolist(), kl.high.tolist(), kl.kind) == ([4, 1], [8, 1], "range")
     assert same is not None
@@ -155,7 +155,7 @@ def test_the_cliff_is_where_kl_rises_most_per_halving() -> None:
 def test_one_sample_has_no_intervals() -> None:
     assert drift.summarise(made(1), *PAIR).ratio_interval is None
     assert drift.summarise_last_layer(made(1), *PAIR).improved_share_interval is None
-    assert budget_curves.summarise(made(1), ["attention"])[0].intervals["kl"] is None
+    assert budget_curves.summarise(made(1), ["attention"])[0].intervals.kl is None
 
 
 def test_series_and_sweeps_join_what_differs_in_budget_alone() -> None:

@@ -28,8 +28,8 @@ def test_p_values_are_those_of_all_flips_and_the_correction_is_benjamini_and_hoc
     expected = naive_p(differences)
     np.testing.assert_allclose(found.p, expected)
     adjusted = stats.false_discovery_control(expected, method="bh")
-    np.testing.assert_array_equal(found.verdict, np.where(adjusted <= 0.05, np.sign(differences.mean(axis=0)), 0))
-    assert found.verdict.any()
+    np.testing.assert_array_equal(found.significant, np.where(adjusted <= 0.05, np.sign(differences.mean(axis=0)), 0))
+    assert found.significant.any()
     assert found.uncorrected == sum(p <= 0.05 for p in expected)
     assert (found.flips, found.smallest) == (256, 2 / 256)
 
@@ -47,19 +47,21 @@ def test_chance_is_counted_in_the_same_flips() -> None:
 
 def test_without_an_effect_hardly_a_world_has_any_head_decided() -> None:
     draw = np.random.default_rng(2)
-    decided = [decide(draw.normal(size=(10, 1)) + 0.5 * draw.normal(size=(10, 60))).verdict.any() for _ in range(200)]
+    decided = [
+        decide(draw.normal(size=(10, 1)) + 0.5 * draw.normal(size=(10, 60))).significant.any() for _ in range(200)
+    ]
     assert np.mean(decided) < 0.1  # heads of a sample move together; independent tests would decide far more
-    assert decide(draw.normal(size=(10, 60)) + 3).verdict.all()
+    assert decide(draw.normal(size=(10, 60)) + 3).significant.all()
 
 
 @pytest.mark.parametrize(("samples", "least"), [(5, 0), (6, 169), (8, 43), (12, 3)])
 def test_it_is_known_when_so_few_samples_can_decide_nothing(samples: int, least: int) -> None:
     found = decide(np.ones((samples, 270)))
-    assert found.least_together == least
-    assert found.verdict.all() == (least > 0)
+    assert found.least_tests == least
+    assert found.significant.all() == (least > 0)
     alone = np.zeros((samples, 270))
     alone[:, : max(least - 1, 1)] = 1
-    assert not decide(alone).verdict.any() or least == 1
+    assert not decide(alone).significant.any() or least == 1
 
 
 def test_more_samples_than_twelve_are_flipped_at_random_and_the_same_each_time() -> None:
@@ -68,7 +70,7 @@ def test_more_samples_than_twelve_are_flipped_at_random_and_the_same_each_time()
     assert (found.flips, found.smallest) == (4096, 1 / 4096)
     sure = decide(np.ones((20, 270)))
     assert sure.p.min() == sure.smallest
-    assert sure.least_together == 2  # of 270 tests: 0.05 · 1 / 270 is less than 1 / 4096, 0.05 · 2 / 270 is not
+    assert sure.least_tests == 2  # of 270 tests: 0.05 · 1 / 270 is less than 1 / 4096, 0.05 · 2 / 270 is not
     np.testing.assert_array_equal(found.p, decide(differences).p)
     exact = [stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=20_000,
                                     rng=np.random.default_rng(4)).pvalue for column in differences.T]  # fmt: skip
@@ -78,4 +80,4 @@ def test_more_samples_than_twelve_are_flipped_at_random_and_the_same_each_time()
 def test_no_difference_at_all_is_decided_nowhere() -> None:
     found = decide(np.zeros((8, 4)))
     assert found.p.tolist() == [1.0] * 4
-    assert (found.uncorrected, found.chance_mean, found.better, found.worse) == (0, 0.0, 0, 0)
+    assert (found.uncorrected, found.chance_mean, found.above, found.below) == (0, 0.0, 0, 0)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.questions.measures.measure_orders import KINDS
-from perturbkv.analyses.questions.measures.measures import Measures, measures
+from perturbkv.analyses.questions.measures.measures import ALONE, OPPOSITE, SAME, Measures, measures
+from perturbkv.analyses.text import MORE
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -70,7 +71,7 @@ def test_ratios_stand_side_by_side(found: Measures) -> None:
             assert one.sum_ratio == pytest.approx(ratio)
             assert one.sum_ratio_interval is not None
             assert (one.sum_ratio_interval.low, one.sum_ratio_interval.high) == pytest.approx((ratio, ratio))
-    assert {name: one.ratio for name, one in setting.rows[0].drift.items()} == pytest.approx(expected)
+    assert {one.distance: one.ratio for one in setting.rows[0].drift} == pytest.approx(expected)
     heads = {distance: setting.rows[0].kind("isolated", distance) for distance in expected}
     assert {name: one.better_share for name, one in heads.items()} == {"l1": 1.0, "l2": 0.5, "cosine": 0.5}
     assert {name: one.median_ratio for name, one in heads.items()} == pytest.approx(
@@ -124,7 +125,6 @@ def test_answers_are_held_against_the_first_step_where_the_full_cache_answers() 
         less = links["score", kind, "l2"].less_l1
         assert less is not None and less.value == pytest.approx(-0.6)
         assert links["lost", kind, "l1"].value.value == 1.0, "random alone lies below half of the full score"
-    assert "With an answer's score propagated L1 has ρ = −0.40" in measures(answered()).conclusion()
 
 
 def test_ungraded_answers_are_none() -> None:
@@ -143,22 +143,21 @@ def test_l2_norms_stand_over_l1_norms_of_the_same_selection(found: Measures) -> 
 
 
 def test_the_conclusion_says_what_turns_round(found: Measures) -> None:
-    said = found.conclusion()
-    assert said.startswith(
-        "L2 turns some of 6 comparisons of L1 round (isolated and propagated, Σ of all heads): L2 says the same in 4, "
-        "the opposite in 2 (isolated two-stage, propagated two-stage); cosine says the same in 6."
+    assert found.outcomes("l2") == {SAME: 4, OPPOSITE: 2} and found.outcomes("cosine") == {SAME: 6}
+    assert found.reversed_comparisons("l2") == ["isolated two-stage", "propagated two-stage"]
+    assert found.conclusion() == (
+        "L2 reverses some of 6 comparisons of L1: L2 agrees in 4, is opposite in 2 (isolated two-stage, propagated "
+        "two-stage); cosine agrees in 6 (isolated and propagated, sum over heads; n = 6 samples)."
     )
-    assert "of 12 pairs L2 exchanges 4 (4 decided) and cosine exchanges 2 (2 decided)" in said
-    assert "two-stage by L2 norms perturbs 12 % [" in said  # 18 over 16
-    assert "more than by L1 norms (propagated L1)" in said
-    assert said.endswith("(n = 6 samples)")
+    (case,) = found.norm_cases()["two-stage"]
+    assert (case.verdict, case.ratio) == (MORE, pytest.approx(18 / 16))
 
 
 def test_rounding_decides_nothing_in_half_precision() -> None:
     """With a floor of L1 above every difference its heads are all tied; L2 alone is decided."""
     floors = {name: np.full((SAMPLES, 1, 2), 1e3) for name in ("noise_floor", "noise_floor_isolated")}
     found = measures(made(**floors), treatments="two-stage(alpha=0.25)")
-    assert "L2 says the same in 0, and in 4 one of both alone is decided" in found.conclusion()
+    assert found.outcomes("l2") == {ALONE: 4}
     assert {(one.opposite, one.alone) for one in found.settings[0].rows[0].against if one.distance == "l2"} == {(0, 1)}
 
 
@@ -174,8 +173,8 @@ def test_the_same_distance_three_times_changes_nothing() -> None:
 
 
 def test_few_samples_decide_nothing() -> None:
-    assert measures(made(samples=3)).conclusion().startswith("3 samples decide nothing: 6 comparisons")
-    assert measures(made(samples=1)).conclusion().startswith("1 sample decides nothing: 6 comparisons")
+    for samples in (1, 3):
+        assert measures(made(samples=samples)).conclusion().startswith("Too few samples to decide whether L2")
 
 
 @pytest.mark.parametrize("samples", [1, 3, SAMPLES])
@@ -191,7 +190,7 @@ def test_a_trace_of_before_the_distances_is_refused_in_one_line() -> None:
         measures(dataclasses.replace(made(), arrays=arrays))
     assert str(told.value) == (
         "measures needs L2 and cosine distances, and made.h5 lacks perturbation_isolated_l2 and 8 more; record them: "
-        "perturbkv measures --model m --dataset d"
+        "perturbkv question measures --model m --dataset d"
     )
 
 
@@ -229,4 +228,4 @@ def test_the_figure_shows_every_ratio(found: Measures) -> None:
                 drawn = [float(box.lines[0].get_xdata()[0]) for box in boxes]
                 assert drawn == pytest.approx([row.kind(kind, distance).sum_ratio for row in rows])
         names = [label.get_text() for label in isolated.get_yticklabels()]
-        assert names == ["two-stage", "two-stage norm=l2", "random", "two-stage: L2/L1 norms"]
+        assert names == ["two-stage", "two-stage(norm=l2)", "random", "two-stage: L2/L1 norms"]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from perturbkv.analyses.ablation.methods import control, methods, protection, settings
+from perturbkv.analyses.text import LESS, MORE
 from perturbkv.errors import TraceError
 from perturbkv.selection.policies.registry import resolved
 from tests.support.measured import config, one_head
@@ -67,9 +68,9 @@ def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() 
     (found,) = settings(one_head({**L1, **BY_CHANCE}))
     assert found.baseline == SNAPKV
     assert [row.name for row in found.rows] == ["snapkv:two-stage", "tova", "h2o"]
-    assert [row.compared.propagated.sum_ratio for row in found.rows] == pytest.approx([0.8, 0.9, 1.2])
+    assert [row.propagated.sum_ratio for row in found.rows] == pytest.approx([0.8, 0.9, 1.2])
     assert [row.drift_ratio for row in found.rows] == pytest.approx([0.64, 0.81, 1.44])
-    assert found.kl.median == pytest.approx(0.35)
+    assert found.kl_median == pytest.approx(0.35)
     staged, tova, h2o = found.rows
     assert h2o.controls["random"].propagated.sum_ratio == pytest.approx(2.0)
     assert h2o.controls["attention"].propagated.sum_ratio == pytest.approx(1.5)
@@ -80,14 +81,22 @@ def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() 
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_the_conclusion_names_the_best_and_counts_both_comparisons() -> None:
-    said = methods(one_head({**L1, **BY_CHANCE})).conclusion()
-    assert said == (
-        "At b=128 kv, snapkv:two-stage perturbs least (0.80 [0.80, 0.80] of snapkv's); of 3 methods 2 perturb less and "
-        "1 more than snapkv; 2 perturb less and 1 more than random entries under the same protection. (n = 6 samples)"
+def test_the_conclusion_counts_verdicts_and_names_the_best() -> None:
+    result = methods(one_head({**L1, **BY_CHANCE}))
+    assert [row.propagated.case().verdict for row in result.settings[0].rows] == [LESS, LESS, MORE]
+    assert result.conclusion() == (
+        "Perturbation is lower than snapkv's in 2 of 3 methods, higher in 1; lowest: snapkv:two-stage (0.80 [0.80, "
+        "0.80] of snapkv's) (propagated, all heads; n = 6 samples)."
     )
-    said = methods(one_head({SNAPKV: 5.0, H2O: 12.0})).conclusion()
-    assert "snapkv perturbs least (h2o is next, 2.40 of it)" in said
+    assert "snapkv (h2o is next, 2.40 [" in methods(one_head({SNAPKV: 5.0, H2O: 12.0})).conclusion()
+
+
+def test_a_line_shows_the_ratios_over_both_controls() -> None:
+    (setting,) = methods(one_head({**L1, **BY_CHANCE})).settings
+    assert [setting.random_ratio, *(row.random_ratio for row in setting.rows)] == pytest.approx([0.25, 0.2, 0.1, 2.0])
+    assert [row.protected_ratio for row in setting.rows] == pytest.approx([0.8, 0.5, 1.5])
+    headings = methods(one_head({SNAPKV: 5.0, H2O: 12.0})).table().columns
+    assert [one.partition("\n")[0] for one in headings] == ["method", "#cache", "#propagated", "#KL of the next"]
 
 
 def test_budgets_and_granularities_stand_apart() -> None:

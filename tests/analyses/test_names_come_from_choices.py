@@ -22,8 +22,8 @@ ODD = configuration(0.05, policy="adakv(pool=none, floor=0.3)", protect_first=0.
 
 def test_a_name_says_what_differs_and_a_setting_what_is_shared() -> None:
     configs = [config("attention"), config("two-stage"), config("two-stage", alpha=0.5, score="pooled")]
-    assert short_names(configs) == ["attention a=0.25", "two-stage a=0.25", "two-stage a=0.5 score=pooled"]
-    assert short_names(configs, "selection") == ["a=0.25", "a=0.25", "a=0.5 score=pooled"]
+    assert short_names(configs) == ["attention", "two-stage", "two-stage(alpha=0.5, score=pooled)"]
+    assert short_names(configs, "selection") == ["", "", "two-stage(alpha=0.5, score=pooled)"]
     assert common(configs) == "snapkv b=64 w=32 max7 query"
     assert apart(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "score": "score=pooled"}
     assert setting_name(configs[2], "budget") == "a=0.5 w=32 max7 query score=pooled"
@@ -41,9 +41,9 @@ def test_sides_are_told_by_what_they_differ_in() -> None:
     baseline, treatment, other = config("attention"), config("two-stage"), config("two-stage", policy="adakv")
     assert side_names(baseline, treatment) == ("attention", "two-stage")
     assert side_names(treatment, other) == ("snapkv", "adakv")
-    assert side_names(baseline, other) == ("snapkv attention", "adakv two-stage")
+    assert side_names(baseline, other) == ("snapkv:attention", "adakv:two-stage")
     inside = configuration(64, policy="streaming-llm(positions=in-cache)", selection="position")
-    assert side_names(treatment, inside) == ("snapkv two-stage", "streaming-llm(positions=in-cache) position")
+    assert side_names(treatment, inside) == ("snapkv:two-stage", "streaming-llm(positions=in-cache):position")
 
 
 def test_sides_say_the_options_that_tell_them_apart() -> None:
@@ -74,7 +74,7 @@ def test_what_one_protects_and_the_other_does_not_is_no_common_choice() -> None:
 
 def test_a_policys_option_is_not_shared_with_a_policy_that_lacks_it() -> None:
     configs = [config("two-stage"), config("two-stage", policy="adakv(floor=0.1)")]
-    assert short_names(configs) == ["snapkv", "adakv floor=0.1"]
+    assert short_names(configs) == ["snapkv", "adakv(floor=0.1)"]
     assert "floor" not in common(configs)
 
 
@@ -89,8 +89,8 @@ def test_budgets_of_two_policies_have_two_names() -> None:
 def test_an_unpooled_configuration_says_nothing_of_a_width() -> None:
     assert setting_name(ODD) == "b=0.05 a=0.25 w=32 unpooled query floor=0.3 protect-first=0.1"
     assert short_names([ODD, configuration(0.05, policy="adakv")]) == [
-        "unpooled floor=0.3 protect-first=0.1",
-        "max7",
+        "adakv(floor=0.3, pool=none) protect-first=0.1",
+        "adakv",
     ]
 
 

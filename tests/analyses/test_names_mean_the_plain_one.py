@@ -9,7 +9,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.pairing import matches
-from perturbkv.analyses.questions.stability.head_profiles import meant, one_meant
+from perturbkv.analyses.questions.stability.head_profiles import resolve, resolve_one
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from tests.support.measured import config, hand_made
@@ -44,22 +44,22 @@ ADA = config("two-stage", policy="adakv")
     ],
 )
 def test_what_a_name_means(held: list[EvictionConfig], side: str, wanted: EvictionConfig | None) -> None:
-    assert meant([one for one in held if matches(one, side)], side) == wanted
+    assert resolve([one for one in held if matches(one, side)], side) == wanted
 
 
 @pytest.mark.parametrize("held", [[EUCLIDEAN, HALF], [PLAIN, ADA, STORED], [UNPOOLED, FEW, HALF]])
 def test_names_that_a_refusal_gives_can_be_typed(held: list[EvictionConfig]) -> None:
     with pytest.raises(ConfigError, match="say which") as told:
-        one_meant(held, "two-stage")
+        resolve_one(held, "two-stage")
     names = re.findall("'([^']+)'", str(told.value).split("say which")[1])
     assert names
     for name in names:
-        assert one_meant([one for one in held if matches(one, name)], name) in held
+        assert resolve_one([one for one in held if matches(one, name)], name) in held
 
 
 def test_what_no_name_tells_apart_is_said_to_be_so() -> None:
     with pytest.raises(ConfigError, match=r"2 configurations that no name tells apart, such as .*mass=stored.*linear"):
-        one_meant([STORED, LINEAR], "two-stage")
+        resolve_one([STORED, LINEAR], "two-stage")
 
 
 def test_stability_takes_what_split_and_measures_leave() -> None:

@@ -126,15 +126,15 @@ MOVED = [[0.1, 0.9, 0.5], [0.2, 0.3, 0.1], [0.8, 0.7, 0.6], [5.0, 6.0, 7.0]]
 
 
 def test_ranks_are_within_a_prompt_that_the_full_cache_answers_and_whose_methods_differ() -> None:
-    result = needle.needle(ranked(SCORES, [1, 1, 1, 0], MOVED)).link
+    result = needle.needle(ranked(SCORES, [1, 1, 1, 0], MOVED)).correlation
     assert (result.samples, result.left_out, len(result.budgets)) == (3, 1, 1)
     expected = np.mean([stats.spearmanr(MOVED[place], SCORES[place]).statistic for place in (0, 1)])
     (link,) = result.budgets
     for one in (*link.correlations, *link.circular):
         assert one.deciding == 2, one.measure  # in prompt 2 all are lost
         assert one.rho == pytest.approx(expected), one.measure
-        assert one.interval is not None
-        assert one.interval.kind == "range"
+        assert one.rho_interval is not None
+        assert one.rho_interval.kind == "range"
     document = result.to_dict()["budgets"][0]
     np.testing.assert_allclose(document["measured"]["propagated"], MOVED[:3])
     assert document["score"] == SCORES[:3]
@@ -155,7 +155,9 @@ def test_numbers_that_are_found_in_part_are_refused_in_words() -> None:
 
 def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> None:
     against = [[row[place] for place in (0, 1, 2)] for row in SCORES]  # later steps move as the score does
-    (link,) = needle.needle(ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])).link.budgets
+    (link,) = needle.needle(
+        ranked(SCORES, [1] * 4, MOVED, [[9 * x for x in row] for row in against])
+    ).correlation.budgets
     assert {one.measure for one in link.correlations} == {"isolated", "theta", "propagated", "lost"}
     assert {one.measure for one in link.circular} == {"kl", "drift", "kl_all", "drift_all", "propagated_all"}
     np.testing.assert_allclose(link.measured["propagated"], MOVED)  # of step 0 alone
@@ -168,11 +170,11 @@ def test_later_steps_and_the_answers_own_tokens_are_told_apart_as_circular() -> 
 def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
     more = [config(name, 128) for name in ("attention", "two-stage", "random")]
     scores, moved = [[1, 0, 0, 0, 0, 1]], [[0.1, 0.5, 0.9, 0.1, 0.5, 0.9]]
-    small, large = needle.needle(ranked(scores, [1], moved, configs=[*THREE, *more])).link.budgets
+    small, large = needle.needle(ranked(scores, [1], moved, configs=[*THREE, *more])).correlation.budgets
     assert (small.name, large.name) == ("64", "128")
-    assert small.of("score")[0].rho == pytest.approx(-large.of("score")[0].rho)
-    assert small.of("score")[0].rho < 0
-    few = needle.needle(made([[1, 0]], [1], [[0.1, 0.2]])).link
+    assert small.by_outcome("score")[0].rho == pytest.approx(-large.by_outcome("score")[0].rho)
+    assert small.by_outcome("score")[0].rho < 0
+    few = needle.needle(made([[1, 0]], [1], [[0.1, 0.2]])).correlation
     assert (few.budgets, few.too_few) == ((), ("64",))
 
 
@@ -191,26 +193,26 @@ def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
     more = [config(name, **other) for name in ("attention", "two-stage", "random")]
     measured_trace = ranked([[1, 0, 0, 1, 0, 0]], [1], [[0.3, 0.2, 0.1, 0.9, 0.8, 0.7]], configs=[*THREE, *more])
     measured_trace.arrays["held_share"] = np.array([[0.48] * 3 + [0.24] * 3])  # type: ignore[index]
-    links = needle.needle(measured_trace).link.budgets
+    links = needle.needle(measured_trace).correlation.budgets
     assert tuple(link.name for link in links) == names
-    assert [link.held_ends for link in links] == [(0.48, 0.48), (0.24, 0.24)]
+    assert [link.cache_share_range for link in links] == [(0.48, 0.48), (0.24, 0.24)]
     for link in links:
-        assert link.of("score")[0].rho == pytest.approx(stats.spearmanr([3, 2, 1], [1, 0, 0]).statistic)
-    json.dumps(needle.needle(measured_trace).link.to_dict(), allow_nan=False)
+        assert link.by_outcome("score")[0].rho == pytest.approx(stats.spearmanr([3, 2, 1], [1, 0, 0]).statistic)
+    json.dumps(needle.needle(measured_trace).correlation.to_dict(), allow_nan=False)
 
 
 def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
     made_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
     rekept(made_trace.arrays, lambda where, held: [1, 2, 3] if where[1] == 2 else held)
     assert made_trace.same_kept(1, 2).all()
-    measured = needle.needle(made_trace).link.budgets[0].measured["propagated"]
+    measured = needle.needle(made_trace).correlation.budgets[0].measured["propagated"]
     assert measured[0, 1] == measured[0, 2] != measured[0, 0]
 
 
 def test_correlation_of_scores_that_are_all_alike_is_none() -> None:
-    (link,) = needle.needle(ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])).link.budgets
-    assert all(np.isnan(one.rho) and one.interval is None and one.deciding == 0 for one in link.of("score"))
-    none = needle.needle(ranked([[1, 0, 0]], [0], [[0.1, 0.2, 0.3]])).link
+    (link,) = needle.needle(ranked([[1, 1, 1]], [1], [[0.1, 0.2, 0.3]])).correlation.budgets
+    assert all(np.isnan(one.rho) and one.rho_interval is None and one.deciding == 0 for one in link.by_outcome("score"))
+    none = needle.needle(ranked([[1, 0, 0]], [0], [[0.1, 0.2, 0.3]])).correlation
     assert none.samples == 0
     assert none.to_dict()["budgets"][0]["correlations"][0]["rho"] is None
 
@@ -232,7 +234,12 @@ def growing(samples: int = 3, steps: int = 6, floor: float = 0.1) -> Trace:
 
 def test_growth_is_the_last_third_over_the_first() -> None:
     result = horizon.horizon(growing(7), ["attention", "two-stage"])
-    assert (result.steps, result.grown, result.short, len(result.configs)) == (6, 7, 0, 2)
+    assert (
+        result.steps,
+        result.samples_with_growth,
+        result.samples_too_short_for_growth,
+        len(result.configs),
+    ) == (6, 7, 0, 2)
     curve = result.configs[0].curves["propagated"]
     np.testing.assert_allclose(curve.relative, [1.6] * 4 + [1.6 * 4.5 / 4] * 2)  # mean level 16 of norm 10
     assert (curve.first, curve.last) == pytest.approx((1.6, 1.6 * 4.5 / 4))
@@ -267,9 +274,9 @@ def test_growth_by_no_more_than_two_noise_floors_is_undecided() -> None:
 
 
 def test_five_samples_are_too_few_to_decide_any_head() -> None:
-    decided = horizon.horizon(growing(5), ["attention"]).configs[0].curves["propagated"].decided
-    assert decided.least_together == 0  # the smallest p is 2/32, above 0.05
-    assert not decided.verdict.any()
+    decided = horizon.horizon(growing(5), ["attention"]).configs[0].curves["propagated"].sign_flips
+    assert decided.least_tests == 0  # the smallest p is 2/32, above 0.05
+    assert not decided.significant.any()
 
 
 def test_one_sample_has_no_intervals_and_no_verdicts() -> None:
@@ -289,8 +296,8 @@ def test_growth_is_of_each_samples_own_steps_and_short_texts_are_left_out() -> N
         by_step[1, 3:], by_step[2, 2:] = np.nan, np.nan
     whole.arrays["perturbation_propagated"][1, :, 2] *= 3
     result = horizon.horizon(whole, ["attention"])
-    assert result.samples_at.tolist() == [3, 3, 2, 1, 1, 1]
-    assert (result.grown, result.short) == (2, 1)
+    assert result.samples_at_step.tolist() == [3, 3, 2, 1, 1, 1]
+    assert (result.samples_with_growth, result.samples_too_short_for_growth) == (2, 1)
     curve = result.configs[0].curves["propagated"]
     # Σ over four heads: 16 per step in sample 0, 18 in its last third of two steps; 32 in sample 1, 96 in its last step
     assert curve.first == pytest.approx((16 + 32) / (40 + 40))

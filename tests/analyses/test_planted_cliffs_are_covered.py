@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses.stats.crossings import contest, crossing, last
+from perturbkv.analyses.stats.crossings import crossing, crossing_ratio, last
 
 GRID = np.array([0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4])
 DRAWS = 400
@@ -57,7 +57,7 @@ def test_the_planted_ratio_is_covered_however_many_prompts_pass_beyond_the_budge
         own = place * source.lognormal(sigma=1.0, size=(samples, 1))
         slope = source.uniform(0.5, 2, (samples, 1))
         other = own * 0.6 * source.lognormal(sigma=0.4, size=(samples, 1))
-        found = contest((GRID, GRID), tuple((GRID / at) ** -slope for at in (own, other)), 1.0)  # type: ignore[arg-type]
+        found = crossing_ratio((GRID, GRID), tuple((GRID / at) ** -slope for at in (own, other)), 1.0)  # type: ignore[arg-type]
         assert found.interval is not None
         held += found.interval.low <= 0.6 <= found.interval.high
     assert held / DRAWS >= LEAST

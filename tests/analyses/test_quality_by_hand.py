@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from perturbkv.analyses.quality.quality import Quality, quality
-from perturbkv.analyses.quality.score_columns import Mean
+from perturbkv.analyses.stats.intervals import Scalar
 from perturbkv.configs.task_kinds import KINDS, kind_of
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -66,10 +66,10 @@ def joined(parts: list[list[float]], least: float, most: float) -> tuple[float, 
     return middle - below, middle + above
 
 
-def ends(mean: Mean) -> tuple[float, float]:
-    assert mean.interval is not None
-    assert mean.interval.kind == "interval"
-    return mean.interval.low, mean.interval.high
+def ends(interval: Scalar) -> tuple[float, float]:
+    assert interval is not None
+    assert interval.kind == "interval"
+    return interval.low, interval.high
 
 
 def of(rows: Any, place: int) -> list[float]:
@@ -79,29 +79,29 @@ def of(rows: Any, place: int) -> list[float]:
 def test_a_data_sets_score_is_its_samples_mean_with_students_interval() -> None:
     news = quality(three()).datasets[1]
     assert (news.name, news.kind, news.samples) == ("multi_news", "summarisation", 5)
-    assert news.full.value == pytest.approx(sum(NEWS[0]) / 5)
-    assert ends(news.full) == pytest.approx(interval(NEWS[0]))
+    assert news.full == pytest.approx(sum(NEWS[0]) / 5)
+    assert ends(news.full_interval) == pytest.approx(interval(NEWS[0]))
     for place in range(3):
-        assert news.evicted[place].value == pytest.approx(sum(of(NEWS[1], place)) / 5)
+        assert news.methods[place].score == pytest.approx(sum(of(NEWS[1], place)) / 5)
         low, high = interval(of(NEWS[1], place))
-        assert ends(news.evicted[place]) == (pytest.approx(max(0, low)), pytest.approx(high))
+        assert ends(news.methods[place].score_interval) == (pytest.approx(max(0, low)), pytest.approx(high))
 
 
 def test_differences_are_paired_sample_by_sample() -> None:
     result = quality(three())
     for column, (full, rows) in zip(result.datasets, (QASPER, NEWS), strict=True):
-        for place, lost in enumerate(column.lost):
+        for place, lost in enumerate(one.minus_full for one in column.methods):
             pairs = list(zip(of(rows, place), full, strict=True))
             differences = [evicted - whole for evicted, whole in pairs]
-            assert lost.difference.value == pytest.approx(sum(differences) / len(full))
-            assert ends(lost.difference) == pytest.approx(of_differences(differences))
+            assert lost.difference == pytest.approx(sum(differences) / len(full))
+            assert ends(lost.difference_interval) == pytest.approx(of_differences(differences))
             counts = [sum(sign(one) for one in pairs) for sign in (_better, _equal, _worse)]
             assert [lost.wins, lost.ties, lost.losses] == counts
         (gain,) = column.gains
-        assert gain.difference.value == pytest.approx(
+        assert gain.difference == pytest.approx(
             sum(row[1] - row[0] for row in rows) / len(full)
         )  # two-stage − attention
-        assert ends(gain.difference) == pytest.approx(interval([row[1] - row[0] for row in rows]))
+        assert ends(gain.difference_interval) == pytest.approx(interval([row[1] - row[0] for row in rows]))
         assert gain.wins + gain.ties + gain.losses == len(full)
 
 
@@ -122,11 +122,11 @@ def test_the_average_counts_every_data_set_once_and_its_interval_each_by_itself(
     assert (average.name, average.samples) == ("average", 11)
     for place in range(3):
         parts = [of(QASPER[1], place), of(NEWS[1], place)]
-        assert average.evicted[place].value == pytest.approx((sum(parts[0]) / 6 + sum(parts[1]) / 5) / 2)
-        assert ends(average.evicted[place]) == pytest.approx(joined(parts, 0, 1))
+        assert average.methods[place].score == pytest.approx((sum(parts[0]) / 6 + sum(parts[1]) / 5) / 2)
+        assert ends(average.methods[place].score_interval) == pytest.approx(joined(parts, 0, 1))
     gains = [[row[1] - row[0] for row in rows] for rows in (QASPER[1], NEWS[1])]
-    assert ends(average.gains[0].difference) == pytest.approx(joined(gains, -1, 1))
-    assert average.held.tolist() == pytest.approx([0.15, 0.15, 0.3])
+    assert ends(average.gains[0].difference_interval) == pytest.approx(joined(gains, -1, 1))
+    assert [one.cache_share for one in average.methods] == pytest.approx([0.15, 0.15, 0.3])
 
 
 def test_kinds_come_in_the_order_of_tables_each_the_mean_of_its_data_sets() -> None:
@@ -135,7 +135,7 @@ def test_kinds_come_in_the_order_of_tables_each_the_mean_of_its_data_sets() -> N
     assert [one.name for one in result.datasets] == ["qasper", "narrativeqa", "multi_news", "own"]
     single = result.kinds[0]
     assert [task.name for task in single.tasks] == ["qasper", "narrativeqa"]
-    assert single.full.value == pytest.approx((3 / 6 + 1 / 2) / 2)
+    assert single.full == pytest.approx((3 / 6 + 1 / 2) / 2)
 
 
 def test_known_data_sets_have_a_kind_and_others_are_others() -> None:
@@ -155,14 +155,14 @@ def test_known_data_sets_have_a_kind_and_others_are_others() -> None:
 def test_few_samples_give_a_range_and_are_told_by_name() -> None:
     few = quality([*three(), graded("musique", *MUSIQUE)])
     (musique,) = [one for one in few.datasets if one.name == "musique"]
-    assert musique.full.interval is not None
-    assert (musique.full.interval.low, musique.full.interval.high, musique.full.interval.kind) == (0.0, 1.0, "range")
-    assert few.average.full.interval is not None
-    assert few.average.full.interval.kind == "range"
+    assert musique.full_interval is not None
+    assert (musique.full_interval.low, musique.full_interval.high, musique.full_interval.kind) == (0.0, 1.0, "range")
+    assert few.average.full_interval is not None
+    assert few.average.full_interval.kind == "range"
     assert "Too few samples for intervals: musique" in few.notes()
     assert "Too few" not in quality(three()).notes()
     one = quality([*three(), graded("musique", [1.0], [[1.0, 0.0, 0.0]])])
-    assert one.average.full.interval is None
+    assert one.average.full_interval is None
     assert "None" not in repr(one)
 
 
@@ -170,7 +170,7 @@ def test_the_best_of_each_budget_is_marked_where_scores_differ() -> None:
     configs = [*CONFIGS[:2], config("attention", 0.4), config("two-stage", 0.4)]
     rows = [[0.1, 0.3, 0.5, 0.5], [0.3, 0.1, 0.5, 0.5], [0.2, 0.3, 0.5, 0.5]]
     column = quality(graded("qasper", [1, 1, 1], rows, configs)).datasets[0]
-    assert column.best == (False, True, False, False)
+    assert [one.best for one in column.methods] == [False, True, False, False]
     shown = " ".join(repr(quality(graded("qasper", [1, 1, 1], rows, configs))).split())
     assert shown.count("*23.3") == 1
     assert "*50.0" not in shown
@@ -183,7 +183,7 @@ def test_every_record_has_what_its_own_cache_holds() -> None:
     result = quality(replace(made, arrays=arrays))
     own = [row["held"] for row in result.records() if row["config"] == CONFIGS[0].label()]
     assert own == pytest.approx([0.02, 0.08, 0.05, 0.05, 0.1])
-    assert result.average.held.tolist() == pytest.approx([0.06, 0.1, 0.1])
+    assert [one.cache_share for one in result.average.methods] == pytest.approx([0.06, 0.1, 0.1])
 
 
 def test_the_first_step_stands_beside_each_score() -> None:
@@ -208,7 +208,7 @@ def test_what_json_says_is_what_the_columns_hold() -> None:
     told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert [one["name"] for one in told["datasets"]] == ["qasper", "multi_news"]
     assert [one["failed"] for one in told["datasets"]] == [1, 0]
-    assert told["average"]["methods"][2]["score"] == pytest.approx(result.average.evicted[2].value)
+    assert told["average"]["methods"][2]["score"] == pytest.approx(result.average.methods[2].score)
     assert told["average"]["gains"][0]["treatment"]["selection"] == "two-stage"
     assert told["average"]["gains"][0]["wins"] == result.average.gains[0].wins
     assert told["kinds"][0]["datasets"] == ["qasper"]
@@ -219,15 +219,16 @@ def test_configurations_that_a_trace_lacks_are_left_out_by_name() -> None:
     less = graded("qasper", QASPER[0], [row[:2] for row in QASPER[1]], CONFIGS[:2])
     result = quality([graded("multi_news", *NEWS), less])
     assert (result.configs, result.left_out) == (CONFIGS[:2], CONFIGS[2:])
-    assert f"Left out, as not all data sets have them (qasper): {CONFIGS[2].label()}." in result.notes()
-    assert result.datasets[1].evicted[1].value == pytest.approx(sum(of(NEWS[1], 1)) / 5)
+    assert f"Left out, as not all data sets have them (qasper): {CONFIGS[2].label()}." in result.details()
+    assert result.lacking == ("qasper",)
+    assert result.datasets[1].methods[1].score == pytest.approx(sum(of(NEWS[1], 1)) / 5)
 
 
 def test_each_table_says_what_the_caches_of_its_own_data_sets_hold() -> None:
     result = quality([*three(), graded("narrativeqa", *MUSIQUE, held=[0.4, 0.4, 0.3])])
-    single, every, _ = [part for part in result.tables() if isinstance(part, Table)]
+    single, *_ = [part for part in result.details() if isinstance(part, Table)]
     assert [row[1] for row in single.rows] == ["1.00", "0.30", "0.30", "0.30"]
-    assert [row[1] for row in every.rows] == ["1.00", "0.23", "0.23", "0.30"]
+    assert [row[1] for row in result.table().rows] == ["1.00", "0.23", "0.23", "0.30"]
 
 
 def test_configurations_are_found_wherever_a_trace_holds_them() -> None:
@@ -277,9 +278,9 @@ def test_other_things_that_are_no_graded_traces_are_refused() -> None:
 def test_runs_without_the_pair_have_no_gains_and_say_nothing_of_them() -> None:
     alone = quality(graded("qasper", QASPER[0], [row[:1] for row in QASPER[1]], CONFIGS[:1]))
     assert (alone.pairs, alone.average.gains) == ((), ())
-    assert "− attention" not in repr(alone)
+    assert (len(alone.table().columns), len(quality(three()).table().columns)) == (4, 6)
     named = quality(three(), treatment="random")
-    assert named.average.gains[0].difference.value < 0
+    assert named.average.gains[0].difference < 0
     assert "random" in named.conclusion()
 
 

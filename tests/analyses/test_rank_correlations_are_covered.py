@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.questions.stability.rank_reliability import (
-    Agreement,
-    Heads,
+    RankAgreement,
+    RankedHeads,
     agreement,
     between_samples,
     reliability,
@@ -42,8 +42,8 @@ def ends_of(interval: Scalar) -> tuple[float, float]:
 @NOISES
 def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     source, (profile, _) = np.random.default_rng(1), profiles()
-    found = [reliability(Heads.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
-    many = between_samples(Heads.of(noisy(source, profile, 60, noise)).ranks)
+    found = [reliability(RankedHeads.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
+    many = between_samples(RankedHeads.of(noisy(source, profile, 60, noise)).ranks)
     pairs = float(many[np.triu_indices(60, 1)].mean())
     whole = float(np.mean([one.split_half.value for one in found]))  # of so many samples, over many traces
     assert np.mean([holds(one.pairwise.interval, pairs) for one in found]) >= LEAST
@@ -54,9 +54,9 @@ def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
 @pytest.mark.parametrize("paired", [True, False])
 def test_correlations_between_traces_are_covered(noise: float, paired: bool) -> None:
     source, sides = np.random.default_rng(2), profiles()
-    found: list[Agreement] = []
+    found: list[RankAgreement] = []
     for _ in range(DRAWS):
-        first, second = (Heads.of(noisy(source, one, SAMPLES, noise)) for one in sides)
+        first, second = (RankedHeads.of(noisy(source, one, SAMPLES, noise)) for one in sides)
         found.append(agreement(first, second, paired))
     measured = float(np.mean([one.rho.value for one in found]))
     ranks = [np.argsort(np.argsort(one)) for one in sides]

@@ -7,6 +7,7 @@ import pytest
 
 from perturbkv.analyses.ablation.restriction import restriction, settings
 from perturbkv.analyses.pairing import by_selection, common, pairs
+from perturbkv.analyses.text import MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -31,31 +32,32 @@ def test_every_restriction_is_held_against_single_entries_per_key_value_head() -
         "kv(block=16)", "kv(block=16, block_score=max)", "kv(block=32)", "layer", "layer(block=16)", "query",
     ]  # fmt: skip
     expected = [1.3, 1.1, 1.4, 1.2, 1.5, 0.2]
-    assert [row.compared.isolated.sum_ratio for row in found.rows] == pytest.approx(expected)
-    assert [row.compared.propagated.sum_ratio for row in found.rows] == pytest.approx(expected)
+    assert [row.isolated.sum_ratio for row in found.rows] == pytest.approx(expected)
+    assert [row.propagated.sum_ratio for row in found.rows] == pytest.approx(expected)
     assert [row.drift_ratio for row in found.rows] == pytest.approx([ratio**2 for ratio in expected])
-    assert [row.kl.median for row in found.rows] == pytest.approx([0.35 * ratio for ratio in expected])
-    assert found.kl.median == pytest.approx(0.35)
-    assert [row.compared.held[1] for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.25, 0.2, 0.5])
+    assert [row.kl_median for row in found.rows] == pytest.approx([0.35 * ratio for ratio in expected])
+    assert found.kl_median == pytest.approx(0.35)
+    assert [row.held[1] for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.25, 0.2, 0.5])
     json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_the_conclusion_is_of_restrictions_alone() -> None:
-    said = restriction(made()).conclusion()
-    assert said == (
+    result = restriction(made())
+    assert {case.verdict for case in result.cases()} == {MORE}
+    assert "query" not in {case.name for case in result.cases()}
+    assert result.conclusion() == (
         "A restricted kept set perturbs more than one of single entries per kv head in all 5 cases: 10 % [10, 10] more "
         "at kv(block=16, block_score=max) to 50 % [50, 50] more at layer(block=16) (propagated, all heads, equal "
         "budgets; n = 6 samples)."
     )
-    assert "no restriction" in restriction(made([CONFIGS[0], CONFIGS[2]])).conclusion()
+    assert restriction(made([CONFIGS[0], CONFIGS[2]])).cases() == []
 
 
 def test_tables_fit_80_columns_and_show_what_each_cache_holds() -> None:
     for samples in (1, 3, 6):
-        text = repr(restriction(made(samples=samples)))
-        assert max(map(len, text.splitlines())) <= 80
-        assert "0.50" in text and "held / full: entries that" in " ".join(text.split())
-        assert "what it cannot spend on a whole block" in " ".join(text.split())
+        result = restriction(made(samples=samples))
+        assert max(map(len, repr(result).splitlines())) <= 80
+        assert [row[1] for row in result.table().rows] == ["0.25", "0.20", "0.20", "0.20", "0.25", "0.20", "0.50"]
 
 
 def test_settings_do_not_mix_what_else_differs() -> None:
@@ -99,7 +101,7 @@ def test_the_figure_shows_the_rows_in_order() -> None:
         (axes,) = (axes for axes in figure.axes if axes.get_visible())
         boxes = [box for box in axes.containers if box.lines[0].get_gid() == "propagated"]
         drawn = [float(box.lines[0].get_xdata()[0]) for box in boxes]
-        assert drawn == pytest.approx([row.compared.propagated.sum_ratio for row in result.settings[0].rows])
+        assert drawn == pytest.approx([row.propagated.sum_ratio for row in result.settings[0].rows])
         drifts = [box for box in axes.containers if box.lines[0].get_gid() == "drift"]
         assert [float(box.lines[0].get_xdata()[0]) for box in drifts] == pytest.approx(
             [row.drift_ratio for row in result.settings[0].rows]

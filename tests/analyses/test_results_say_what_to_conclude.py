@@ -11,6 +11,7 @@ import pytest
 import perturbkv as pk
 from perturbkv.analyses import text
 from perturbkv.analyses.stats.intervals import Interval
+from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
 
@@ -42,77 +43,77 @@ def drifted(factors: Sequence[float]) -> Trace:
     return moved(factors, hidden_drift_l1=both, hidden_noise_floor=floor)
 
 
-def said(trace: Trace, **sides: Any) -> str:
-    return pk.compare_heads(trace, **sides).conclusion()
+def verdicts(trace: Trace, **sides: Any) -> dict[str, list[str]]:
+    """What each kind of perturbation says of each pair."""
+    pairs = pk.compare_heads(trace, **sides)
+    return {kind: [getattr(pair, kind).case().verdict for pair in pairs] for kind in ("isolated", "propagated")}
 
 
-def test_a_treatment_that_moves_less_in_both_kinds_is_said_to() -> None:
-    told = said(moved(LOWER))
-    mean = f"{np.mean(LOWER):.2f}"
-    assert told.startswith(f"two-stage moves the output less than attention: the propagated sum falls to {mean} [0.6")
-    assert "of attention's, and 100 % [" in told
-    assert "(8 samples, budget 64). Isolated, each layer cut on its own, less too: 0.66 [" in told
+@pytest.mark.parametrize(
+    ("propagated", "isolated", "expected"),
+    [
+        (LOWER, LOWER, (LESS, LESS)),
+        (HIGHER, HIGHER, (MORE, MORE)),
+        (MIXED, MIXED, (UNDECIDED, UNDECIDED)),
+        (HIGHER, LOWER, (MORE, LESS)),
+        (MIXED, LOWER, (UNDECIDED, LESS)),
+        (LOWER[:1], LOWER[:1], (FEW, FEW)),
+        (LOWER[:4], LOWER[:4], (FEW, FEW)),
+    ],
+)
+def test_heads_are_judged_by_the_interval_of_the_sum(
+    propagated: Sequence[float], isolated: Sequence[float], expected: tuple[str, str]
+) -> None:
+    found = verdicts(moved(propagated, isolated))
+    assert (*found["propagated"], *found["isolated"]) == expected
+    sums = pk.compare_heads(moved(propagated, isolated))[0]
+    assert (sums.propagated.sum_ratio, sums.isolated.sum_ratio) == pytest.approx(
+        (np.mean(propagated), np.mean(isolated))
+    )
 
 
-def test_a_treatment_that_moves_more_is_said_to() -> None:
-    told = said(moved(HIGHER))
-    assert told.startswith("two-stage moves the output more than attention: the propagated sum rises to 1.34 [1.2")
-    assert "and 0 % [" in told
-    assert "more too: " in told
-
-
-def test_an_interval_that_holds_1_decides_nothing() -> None:
-    told = said(moved(MIXED))
-    assert told.startswith("It is not decided whether two-stage moves the output less or more than attention: ")
-    assert "falls" not in told
-    assert "not decided either" in told
-
-
-def test_what_is_decided_isolated_is_not_hidden_nor_taken_for_the_whole() -> None:
-    told = said(moved(HIGHER, LOWER))
-    assert told.startswith("two-stage moves the output more than attention")
-    assert "But isolated, each layer cut on its own, less: 0.66 [" in told
-    open_ended = said(moved(MIXED, LOWER))
-    assert open_ended.startswith("It is not decided")
-    assert "But isolated, each layer cut on its own, less: " in open_ended
-
-
-@pytest.mark.parametrize(("count", "who"), [(1, "One sample is"), (4, "4 samples are")])
-def test_fewer_than_five_samples_decide_nothing_however_clear_they_look(count: int, who: str) -> None:
-    told = said(moved(LOWER[:count]))
-    assert told.startswith(f"{who} too few to decide whether two-stage moves the output less or more than attention")
-    assert "less:" not in told
-    assert "too:" not in told
-    assert ("0.60 … 0.70" in told) == (count > 1)
+@pytest.mark.parametrize(
+    ("propagated", "isolated", "caveats"),
+    [(LOWER, LOWER, 0), (MIXED, MIXED, 0), (HIGHER, LOWER, 1), (MIXED, LOWER, 1), (LOWER[:5], LOWER[:5], 1)],
+)
+def test_what_is_decided_isolated_is_not_hidden_nor_that_no_head_can_be_significant(
+    propagated: Sequence[float], isolated: Sequence[float], caveats: int
+) -> None:
+    assert len(pk.compare_heads(moved(propagated, isolated)).caveats()) == caveats
 
 
 def test_what_rounding_explains_is_no_difference() -> None:
     floors = {name: np.full((8, LAYERS, HEADS), 10.0) for name in ("noise_floor", "noise_floor_isolated")}
-    told = said(moved(LOWER, **floors))
-    assert told.startswith("two-stage and attention differ in no head beyond rounding")
+    assert verdicts(moved(LOWER, **floors)) == {"isolated": [ALIKE], "propagated": [ALIKE]}
 
 
-def test_other_treatments_are_called_by_their_names() -> None:
-    told = said(moved(HIGHER, treatment="random"), treatments="random")
-    assert told.startswith("random moves the output more than attention")
-    back = said(moved(HIGHER, treatment="hindsight"), baseline="hindsight", treatments="attention")
-    assert back.startswith("attention moves the output less than hindsight: the propagated sum falls to 0.74 [")
+def test_the_conclusion_of_heads_is_one_sentence_with_both_names_its_interval_and_n() -> None:
+    result = pk.compare_heads(moved(LOWER))
+    less = text.difference(result[0].propagated.sum_ratio, result[0].propagated.sum_ratio_interval)
+    share = text.percent(result[0].propagated.better_share, result[0].propagated.better_share_interval)
+    assert result.conclusion() == (
+        f"two-stage perturbs {less} than attention (propagated, sum over heads; {share} of the heads better; "
+        "n = 8 samples)."
+    )
+    back = pk.compare_heads(moved(HIGHER, treatment="hindsight"), baseline="hindsight", treatments="attention")
+    assert back.conclusion().startswith("attention perturbs 26 % [")
 
 
-def test_a_sum_that_few_heads_carry_is_told_beside_the_many() -> None:
+def test_a_sum_that_few_heads_carry_stands_beside_the_share_of_the_many() -> None:
     """One head of six falls from 100 to 50, the others rise from 1 to 2: the sum falls, most heads do not."""
     shape = (8, 2, LAYERS, HEADS)
     arrays = np.ones(shape) * np.array([1.0, 2.0])[:, None, None]
     arrays[:, :, 0, 0] = [100.0, 50.0]
     arrays *= np.linspace(0.9, 1.1, 8)[:, None, None, None]
-    told = said(moved(LOWER, perturbation_propagated=arrays))
-    assert "falls to 0.57 [" in told
-    assert "though only 17 % [" in told
-    half = arrays.copy()
-    half[:, 1, 0] = half[:, 0, 0] / 2
-    assert "though whether most heads move it less is not decided: 50 % [" in said(
-        moved(LOWER, perturbation_propagated=half)
-    )
+    result = pk.compare_heads(moved(LOWER, perturbation_propagated=arrays))
+    kind = result[0].propagated
+    assert kind.case().verdict == LESS
+    assert (kind.sum_ratio, kind.better_share) == pytest.approx((60 / 105, 1 / 6))
+    table = result.table()
+    row = dict(zip(table.columns, table.rows[1], strict=True))
+    assert row["kind"] == "propagated"
+    assert row["#heads\nbetter"].startswith("17 %\n[")
+    assert row["#sum over\nbaseline's"].startswith("0.57\n[")
 
 
 def many(factors: Sequence[Sequence[float]]) -> Trace:
@@ -127,45 +128,71 @@ def many(factors: Sequence[Sequence[float]]) -> Trace:
 
 
 def test_many_pairs_are_counted_with_their_least_and_largest() -> None:
-    told = said(many([LOWER, HIGHER, MIXED, LOWER]))
-    assert told.startswith(
-        "two-stage moves the output less than attention in 2 of 4 comparisons, more in 1, not decided in 1 "
-    )
-    assert "in 1 (8 samples, each comparison at 95 %): the" in told
-    assert "the propagated sum over attention's goes from 0.66 [" in told
-    assert " at budget 64 to 1.34 [" in told
-    assert " at budget 128. Isolated, each layer cut on its own: less in 2 of 4 comparisons" in told
-    told = said(many([MIXED] * 2))
-    assert told.startswith(
-        "In none of 2 comparisons is it decided whether two-stage moves the output less than attention"
-    )
-    assert said(many([LOWER[:3]] * 2)).startswith("3 samples are too few to decide in any of 2 comparisons")
-
-
-def test_drift_is_concluded_from_the_last_layer() -> None:
-    for factors, start in (
-        (LOWER, "By the last layer two-stage drifts less than attention: 0.66 ["),
-        (HIGHER, "By the last layer two-stage drifts more than attention: 1.34 ["),
-        (MIXED, "It is not decided whether by the last layer two-stage drifts less or more than attention: "),
-        (LOWER[:3], "3 samples are too few to decide whether by the last layer"),
-        ((1.0,) * 8, "By the last layer two-stage and attention drift alike, within rounding: 1.00"),
-    ):
-        assert pk.layer_drift(drifted(factors)).conclusion().startswith(start)
-    told = pk.layer_drift(many([LOWER, MIXED])).conclusion()
-    assert told.startswith(
-        "By the last layer two-stage drifts less than attention in 1 of 2 comparisons, not decided in 1"
+    assert verdicts(many([LOWER, HIGHER, MIXED, LOWER]))["propagated"] == [LESS, MORE, UNDECIDED, LESS]
+    cases = [
+        ("b=64", 0.66, Interval(0.6, 0.7)),
+        ("b=128", 1.34, Interval(1.3, 1.4)),
+        ("b=192", 1.0, Interval(0.7, 1.4)),
+    ]
+    assert text.comparison("two-stage", "attention", [text.Case(*case) for case in cases]) == (
+        "two-stage perturbs less than attention in 1 of 3 cases, more in 1, undecided in 1: 34 % [30, 40] less at b=64 "
+        "to 34 % [30, 40] more at b=128"
     )
 
 
-def test_samples_are_concluded_from_their_exact_share() -> None:
-    for factors, start in (
-        (LOWER, "two-stage drifts less than attention in most samples: in 100 % [63, 100] (8 samples, budget 64)"),
-        (HIGHER, "two-stage drifts less than attention in fewer than half of the samples: in 0 % [0, 37]"),
-        (MIXED, "It is not decided whether two-stage drifts less than attention in most samples: in 50 % [16, 84]"),
-        (LOWER[:4], "It is not decided whether"),
-        (LOWER[:1], "One sample is too few to decide whether two-stage drifts less than attention in most"),
-    ):
-        assert pk.last_layer(drifted(factors)).conclusion().startswith(start)
+def test_sides_have_a_clause_each_and_many_sides_one_together() -> None:
+    names = ("attention", "two-stage", "random", "value", "hindsight")
+    pairs = [(config(names[0], budget), config(name, budget)) for name in names[1:] for budget in (64, 128)]
+    cases = [text.Case("", ratio, Interval(ratio - 0.1, ratio + 0.1)) for ratio in (0.5, 0.6, 2.0, 2.0, 0.7, 0.7, 1, 1)]
+    clauses = text.comparisons(pairs[:4], cases[:4], verb="drifts").split("; ")
+    assert clauses == [
+        "two-stage drifts less than attention in both cases: 50 % [40, 60] less at b=64 to 40 % [30, 50] less at b=128",
+        "random drifts more than attention in both cases: 100 % [90, 110] more",
+    ]
+    together = text.comparisons(pairs, cases)
+    assert together.startswith(
+        "the treatment perturbs less than its baseline in 4 of 8 cases, more in 2, undecided in 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdict", "samples"),
+    [(LOWER, LESS, (8, 0, 0)), (HIGHER, MORE, (0, 0, 8)), (MIXED, UNDECIDED, (4, 0, 4)), (LOWER[:3], FEW, (3, 0, 0)),
+     ((1.0,) * 8, ALIKE, (0, 8, 0))],
+)  # fmt: skip
+def test_drift_is_judged_by_the_last_layer_and_samples_one_by_one(
+    factors: Sequence[float], verdict: str, samples: tuple[int, int, int]
+) -> None:
+    (drift,) = pk.layer_drift(drifted(factors)).drifts
+    assert drift.case().verdict == verdict
+    assert drift.case().ratio == pytest.approx(np.mean(factors))
+    (each,) = pk.last_layer(drifted(factors)).per_sample
+    assert each.sample_counts == "/".join(map(str, samples))
+    assert each.improved_share == samples[0] / len(factors)
+
+
+def test_the_conclusion_of_drift_says_in_how_many_layers() -> None:
+    result = pk.layer_drift(drifted(LOWER))
+    (drift,) = result.drifts
+    less = text.difference(float(drift.ratio[-1]), text.interval_at(drift.ratio_interval, -1))
+    assert result.conclusion() == (
+        f"two-stage drifts {less} than attention by the last layer (mean over samples; 2 of 2 layers drift less; "
+        "n = 8 samples)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "opening"),
+    [
+        (LOWER, "two-stage drifts less than attention in most samples: in 100 % [63, 100] ("),
+        (HIGHER, "two-stage drifts less than attention in fewer than half of the samples: in 0 % [0, 37] ("),
+        (MIXED, "Whether two-stage drifts less than attention in most samples is undecided: in 50 % [16, 84] ("),
+        (LOWER[:4], "Too few samples to decide whether two-stage drifts less than attention in most: in 100 % [40, "),
+        (LOWER[:1], "Too few samples to decide whether two-stage drifts less than attention in most: in 100 % ("),
+    ],
+)
+def test_samples_are_concluded_from_their_exact_share(factors: Sequence[float], opening: str) -> None:
+    assert pk.last_layer(drifted(factors)).conclusion().startswith(opening)
 
 
 def test_curves_are_told_by_how_often_the_next_token_stays() -> None:
@@ -174,18 +201,20 @@ def test_curves_are_told_by_how_often_the_next_token_stays() -> None:
     same = np.array([[0, 0, 0, 1, 0, 0]] * 3 + [[0, 1, 0, 1, 1, 1]] * 5)
     kept = np.broadcast_to(np.repeat([16, 32], 3)[:, None, None], (8, 6, 1, 1))
     found = hand_made(configs, {"top1_agreement": same, "kept_count": kept})
-    told = pk.budget_curves(found, "attention", "two-stage").conclusion()
-    assert (
-        "full run's with attention in 0 % [0, 37] of samples at budget 64, 100 % [63, 100] at 128; two-stage in" in told
+    result = pk.budget_curves(found, "attention", "two-stage")
+    assert [curve.medians.top1.tolist() for curve in result] == [[0, 1], [0.625, 0.625]]
+    assert result.conclusion() == (
+        "The next token is the full run's in 0 % [0, 37] (b=64) to 100 % [63, 100] (b=128) of samples with attention, "
+        "in 62 % [24, 91] (b=64) to 62 % [24, 91] (b=128) of samples with two-stage (n = 8 samples)."
     )
-    assert "two-stage in 62 % [24, 91] of samples at budget 64, 62 % [24, 91] at 128 (8 samples)." in told
-    told = pk.budget_curves(found, names[0], names[1:]).conclusion()
-    assert "goes from 0 % [0, 37] with attention at budget 64 to 100 % [63, 100] with attention at budget 128" in told
+    three = pk.budget_curves(found, names[0], names[1:])
+    assert [[point.top1 for point in map(curve.at, range(2))] for curve in three][2] == [0, 0.625]
+    assert "goes from 0 % [0, 37] at b=64 of attention to 100 % [63, 100] at b=128 of attention" in three.conclusion()
+    assert [row[0] for row in three.table().rows][:2] == ["attention b=64", "attention b=128"]
 
 
 def test_sides_of_an_interval() -> None:
-    found = [text.by_ratio("", 1.0, Interval(low, high), False, 8).verdict
-             for low, high in ((0.5, 0.99), (0.5, 1.0), (1.0, 2.0), (1.01, 2.0))]  # fmt: skip
-    assert found == ["less", "undecided", "undecided", "more"]
-    assert text.by_ratio("", 1.0, None, False, 8).verdict == "undecided"
-    assert text.by_ratio("", 0.5, Interval(0.4, 0.6, "range"), False, 4).verdict == "few"
+    ends = ((0.5, 0.99), (0.5, 1.0), (1.0, 2.0), (1.01, 2.0))
+    assert [text.Case("", 1.01, Interval(*pair)).verdict for pair in ends] == [LESS, UNDECIDED, UNDECIDED, MORE]
+    assert text.Case("", 1.01, None).verdict == FEW
+    assert text.Case("", 0.5, Interval(0.4, 0.6, "range")).verdict == FEW

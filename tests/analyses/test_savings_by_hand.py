@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.budget.budget_equivalence import Reached
-from perturbkv.analyses.budget.budget_equivalence import reached as reached_all
-from perturbkv.analyses.budget.budget_equivalence import reached_by_half as reached_by_half_all
+from perturbkv.analyses.budget.budget_equivalence import EquivalentBudget, equivalent_budgets, median_equivalent_budgets
 from perturbkv.analyses.budget.savings import PairSavings
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO, Kind
@@ -26,15 +24,17 @@ from tests.support.traces import sample_trace, trace
 GRID, BUDGETS_LIST = np.array(BUDGETS), list(BUDGETS)
 
 
-def reached(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, kind: Kind, own: float = 0.4) -> Reached:
+def reached(
+    budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, kind: Kind, own: float = 0.4
+) -> EquivalentBudget:
     """Of a treatment with one budget."""
-    (found,) = reached_all(budgets, baseline, np.array([own]), level[:, None], kind)
+    (found,) = equivalent_budgets(budgets, baseline, np.array([own]), level[:, None], kind)
     return found
 
 
-def reached_by_half(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, own: float = 0.4) -> Reached:
+def reached_by_half(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, own: float = 0.4) -> EquivalentBudget:
     """Of a treatment with one budget."""
-    (found,) = reached_by_half_all(budgets, baseline, np.array([own]), level[:, None])
+    (found,) = median_equivalent_budgets(budgets, baseline, np.array([own]), level[:, None])
     return found
 
 
@@ -95,8 +95,8 @@ def test_a_curve_reaches_itself_at_its_own_budgets() -> None:
 def test_what_lies_beyond_the_budgets_measured_is_on_a_side_and_no_number() -> None:
     losses = falling(8, 2)
     better, worse = reached(GRID, losses, losses[:, 4] / 9, RATIO), reached(GRID, losses, losses[:, 0] * 9, RATIO)
-    assert (better.value, better.told, better.beyond) == (math.inf, False, "above")
-    assert (worse.value, worse.told, worse.beyond) == (0, False, "below")
+    assert (better.value, better.known, better.beyond) == (math.inf, False, "above")
+    assert (worse.value, worse.known, worse.beyond) == (0, False, "below")
     assert better.interval is not None
     assert worse.interval is not None
     assert (better.interval.low, better.interval.high) == (0.8, math.inf)
@@ -112,7 +112,7 @@ def test_a_treatment_at_the_level_where_a_steep_curve_ends_is_told() -> None:
     right = np.array([0.1, 0.2, 0.4, 0.6, 1.0])
     losses = 1 - (draw.random((40, 1)) < right).astype(float)
     found = reached(GRID, losses, np.zeros(40), DIFFERENCE, GRID[0])
-    assert (found.flat, found.told, found.value) == (False, True, GRID[-1])
+    assert (found.flat, found.known, found.value) == (False, True, GRID[-1])
     assert found.interval is not None
     assert found.interval.low > GRID[-2]
 
@@ -127,10 +127,10 @@ def test_of_a_flat_curve_nothing_is_told() -> None:
     (result,) = pk.savings(swept(score=np.full((8, 2, 5), 0.5)), by=["score"])
     assert all(math.isnan(point.saving) for point in result.measures[0].points)
     assert result.conclusion() == (
-        "By score what two-stage saves over attention cannot be told in all 5 cases (n = 8 samples)."
+        "By score the saving of two-stage over attention is unknown in all 5 cases (n = 8 samples)."
     )
-    assert repr(result).count("not told") == 6  # a cell of each budget, and the note
-    assert repr(result).count("≤ 0.1") == 5
+    points = result.measures[0].points
+    assert [(point.saved, point.equivalent_budget) for point in points] == [("?", "≤ 0.1")] * 5
 
 
 def at_the_floor_and_the_ceiling() -> np.ndarray:
@@ -144,12 +144,12 @@ def at_the_floor_and_the_ceiling() -> np.ndarray:
 def test_where_answers_are_all_wrong_or_all_right_no_saving_is_told() -> None:
     (found,) = pk.savings(swept(score=at_the_floor_and_the_ceiling()), by=["score"])
     points = found.measures[0].points
-    assert [point.reached.beyond == "flat" for point in points] == [True, False, False, False, True]
-    assert points[2].reached.told  # at 0.4 nothing is right, but the means of 0.2 and 0.4 are pooled: one of eight
+    assert [point.equivalent.beyond == "flat" for point in points] == [True, False, False, False, True]
+    assert points[2].equivalent.known  # at 0.4 nothing is right, but the means of 0.2 and 0.4 are pooled: one of eight
     never = at_the_floor_and_the_ceiling()
     never[:, 1, :3] = 0
     (found,) = pk.savings(swept(score=never), by=["score"])
-    rows = found.to_dict()["savings"][0]["measures"][0]["points"]
+    rows = found.to_dict()["measures"][0]["points"]
     assert [row["reached"]["beyond"] for row in rows] == ["flat", "flat", "flat", "", "flat"]
     assert [row["reached"]["value"] for row in rows[:3]] == [0.1] * 3
     assert rows[4]["reached"]["value"] == 0.6
@@ -158,11 +158,9 @@ def test_where_answers_are_all_wrong_or_all_right_no_saving_is_told() -> None:
     assert rows[2]["reason"] == "the baseline does as well at 0.1, the smallest budget measured"
     assert rows[4]["reason"] == "the baseline does as well from 0.6 on, where it is at its best"
     assert found.to_frame()["reason"].tolist()[:3] == [rows[0]["reason"]] * 3
-    shown = repr(found)
-    assert (shown.count("≤ 0.1"), shown.count("≤ 0.6")) == (3, 1)
-    assert "−100 %" not in shown
-    assert "cannot be told in 4 of 5 cases, undecided in 1: " in " ".join(found.conclusion().split())
-    assert " at budget 0.6 (n = 8 samples)." in found.conclusion()
+    cells = [(point.equivalent_budget.partition("\n")[0], point.saved) for point in found.measures[0].points]
+    assert [budget for budget, _ in cells] == ["≤ 0.1", "≤ 0.1", "≤ 0.1", "0.49", "≤ 0.6"]
+    assert [saved == "?" for _, saved in cells] == [True, True, True, False, True]
 
 
 def test_a_treatment_that_scores_nothing_has_no_budget_even_where_the_baseline_always_scores() -> None:
@@ -177,14 +175,12 @@ def test_a_point_whose_ends_are_both_open_shows_its_value_and_why() -> None:
     score[:, 0] = [[0, 0, place < 2, place < 4, place < 7] for place in range(8)]
     score[:, 1] = [[0, 0, 0, place in (1, 4, 6), place < 6] for place in range(8)]
     (found,) = pk.savings(swept(score=score), by=["score"])
-    point, row = found.measures[0].points[3], found.to_dict()["savings"][0]["measures"][0]["points"][3]
-    assert (point.reached.beyond, row["reason"]) == ("both", "no budget measured can be told from it")
+    point, row = found.measures[0].points[3], found.to_dict()["measures"][0]["points"][3]
+    assert (point.equivalent.beyond, row["reason"]) == ("both", "no budget measured can be told from it")
     expected = 0.4 * 1.5**0.5  # 3 of 8 lies halfway between 2 at 0.4 and 4 at 0.6
-    assert point.reached.value == pytest.approx(expected)
+    assert point.equivalent.value == pytest.approx(expected)
     assert row["saving"] == pytest.approx(1 - 0.6 / expected)
-    shown = " ".join(repr(found).split())
-    assert "0.49 −22 %" in shown
-    assert "[…, …] […, …]" in shown
+    assert (point.equivalent_budget, point.saved) == ("0.49\n[…, …]", "−22 %\n[…, …]")
     assert "−22 %" not in found.conclusion()
 
 
@@ -196,9 +192,9 @@ def test_a_curve_saves_nothing_against_itself_wherever_its_means_rise(seed: int)
     (found,) = pk.savings(swept(kl=both, moved=both, score=1 - both))
     for one in found.measures:
         for point in one.points:
-            assert point.reached.flat or point.saving == pytest.approx(0, abs=1e-9)
-            assert not point.reached.flat or one.measure == "score"
-    assert "treatment_rising" in found.to_dict()["savings"][0]["measures"][0]
+            assert point.equivalent.flat or point.saving == pytest.approx(0, abs=1e-9)
+            assert not point.equivalent.flat or one.measure == "score"
+    assert "treatment_rising" in found.to_dict()["measures"][0]
 
 
 @pytest.mark.parametrize("kind", [DIFFERENCE, RATIO], ids=["score", "L1"])
@@ -219,7 +215,7 @@ def test_noise_on_each_samples_curve_is_no_saving(samples: int) -> None:
     for _ in range(draws):
         middle = source.standard_normal((samples, 1)) - 0.5 * np.log(GRID)
         baseline, treatment = (np.exp(middle + 1.5 * source.standard_normal((samples, 5))) for _ in range(2))
-        found = reached_by_half_all(GRID, baseline, GRID, treatment)
+        found = median_equivalent_budgets(GRID, baseline, GRID, treatment)
         values.append([one.value for one in found])
         saves += [one.interval is not None and one.interval.low > budget * (1 + 1e-9)
                   for one, budget in zip(found, GRID, strict=True)]  # fmt: skip
@@ -264,20 +260,20 @@ def test_a_third_is_saved_where_the_baseline_needs_half_as_much_again() -> None:
     propagated = found.measures[1]
     for point in propagated.points[:3]:
         assert point.saving == pytest.approx(1 / 3, abs=0.12)
-        assert point.interval is not None
-        assert point.interval.low < point.saving < point.interval.high
-        assert point.saving == pytest.approx(1 - point.at / point.reached.value)
+        assert point.saving_interval is not None
+        assert point.saving_interval.low < point.saving < point.saving_interval.high
+        assert point.saving == pytest.approx(1 - point.at / point.equivalent.value)
     last = propagated.points[-1]
-    assert (last.reached.beyond, math.isnan(last.saving)) == ("above", True)
+    assert (last.equivalent.beyond, math.isnan(last.saving)) == ("above", True)
     assert "by propagated L1 two-stage saves" in found.conclusion().replace("By", "by")
-    assert "> 0 %" in repr(found)
-    assert "> 0.8" in repr(found)
-    assert "full cache 100.0" in repr(found)
+    assert last.saved.startswith("> 0 %")
+    assert last.equivalent_budget.startswith("> 0.8")
+    assert "The full cache scores 1." in found.details()
 
 
 def test_json_and_rows_hold_what_is_shown() -> None:
     found = measured(["propagated"])
-    (told,) = found.to_dict()["savings"]
+    told = found.to_dict()
     assert (told["along"], told["step"], len(told["measures"])) == ("budget", 0, 1)
     last = told["measures"][0]["points"][-1]
     assert (last["reached"]["value"], last["reached"]["beyond"], last["saving"]) == (None, "above", None)
@@ -291,7 +287,7 @@ def test_a_curve_that_does_worse_with_more_budget_is_pooled_and_said() -> None:
     losses[:, 2] = losses[:, 1] * 1.2
     (found,) = pk.savings(swept(moved=np.stack([losses, losses], axis=1)), by=["propagated"])
     assert found.measures[0].rising == ((0.2, 0.4),)
-    assert "By propagated L1 attention does worse with more budget from 0.2 to 0.4: pooled." in found.notes()
+    assert "By propagated L1 attention does worse with more budget from 0.2 to 0.4: pooled." in found.details()
 
 
 def test_sides_of_other_kept_sets_are_compared_by_what_they_hold() -> None:
@@ -311,7 +307,7 @@ def test_sides_of_other_kept_sets_are_compared_by_what_they_hold() -> None:
     points = found.measures[0].points
     assert [point.at for point in points] == pytest.approx(BUDGETS)
     assert points[2].saving == pytest.approx(1 - 1 / 3, abs=0.1)  # a third of the entries does a little better
-    assert "Budgets are compared as held / full" in found.notes()
+    assert found.along == "held" and len(found.caveats()) == 1
 
 
 def test_what_cannot_be_compared_is_one_line() -> None:

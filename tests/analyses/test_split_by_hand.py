@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 from perturbkv.analyses.questions.split.split import split
+from perturbkv.analyses.text import LESS, UNDECIDED
 from perturbkv.analyses.verdicts import equal_isolated
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
@@ -106,16 +107,16 @@ def test_what_corrections_leave() -> None:
     ]
     for row in setting.rows:
         left = LEFT[row.name]
-        assert row.compared.isolated.sum_ratio == pytest.approx(left, rel=1e-6)
-        assert row.compared.propagated.sum_ratio == pytest.approx(left, rel=1e-6)
-        assert row.compared.propagated.better_share == pytest.approx(3 / 4), "the head of noise is a tie"
+        assert row.isolated.sum_ratio == pytest.approx(left, rel=1e-6)
+        assert row.propagated.sum_ratio == pytest.approx(left, rel=1e-6)
+        assert row.propagated.better_share == pytest.approx(3 / 4), "the head of noise is a tie"
         assert row.kl_ratio == pytest.approx(left) and row.drift_ratio == pytest.approx(left)
         assert row.kl_falls == (5 / 6), "of the first sample it differs by less than two floors"
-        assert row.kl.median == pytest.approx(left * 3.5 / 100)
+        assert row.kl_median == pytest.approx(left * 3.5 / 100)
         assert row.oracle == (row.prediction is None)
         if row.prediction is not None:
-            assert row.prediction.isolated == pytest.approx(left / 0.25, rel=1e-6)
-            assert row.prediction.propagated == pytest.approx(left / 0.25, rel=1e-6)
+            assert row.prediction.isolated_cost == pytest.approx(left / 0.25, rel=1e-6)
+            assert row.prediction.propagated_cost == pytest.approx(left / 0.25, rel=1e-6)
 
 
 def test_equal_kept_sets_with_different_corrections_are_no_tie() -> None:
@@ -129,43 +130,40 @@ def test_equal_kept_sets_with_different_corrections_are_no_tie() -> None:
 
 def test_what_is_said() -> None:
     result = split(made())
+    assert result.verdicts() == [UNDECIDED, UNDECIDED]
+    assert {name: [case.verdict for case in cases] for name, cases in result.correction_cases().items()} == {
+        name: [LESS] for name in ("corrected(mass=stored)", "corrected(mass=linear)", "corrected-oracle")
+    }
+    assert list(result.contests_by_sides()) == [("attention", "two-stage")]
     said = result.conclusion()
-    lines = said.splitlines()
-    assert len(lines) == 5  # what tells heads apart, a contest, three corrections
-    assert lines[0].startswith("Whether heads differ by how much or by what goes is undecided")
-    assert ": how much goes explains −25 % [" in lines[0] and lines[0].endswith(
-        "of what tells heads apart (n = 6 samples)."
+    assert said.startswith("Whether heads differ by how much or by what goes is undecided in both configurations: how ")
+    assert said.endswith(
+        "; corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated) (n = 6 samples)."
     )
-    assert lines[1].startswith("two-stage's L is 0.71 × [") and lines[1].endswith(
-        "that of attention: 1 − S 1.00 ×, D 0.71 ×."
-    )
-    assert lines[2].startswith("corrected(mass=stored) perturbs 25 % [25, 25] less than no correction (propagated)")
-    assert lines[4] == (
-        "corrected-oracle perturbs 75 % [75, 75] less than no correction (propagated), and lowers KL in 83 % [36, 100] "
-        "of prompts."
-    )
-    assert "Left out: 12 of 48 heads" in " ".join(result.notes().split())
+    (contest,) = result.contest_texts()
+    assert contest.startswith("two-stage's L is 0.71 × [")
+    assert "Left out: 12 of 48 heads" in result.notes()
     json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_the_control_stands_apart() -> None:
     """random is no end of the range of methods, it is told behind them; by itself it is what there is to tell."""
     control = config("random")
-    said = split(made(3, (BASELINE, TREATMENT, control))).conclusion().splitlines()[0]
+    said = split(made(3, (BASELINE, TREATMENT, control))).conclusion()
     share = "−67 % (−150 … 100)"  # of every configuration: all rows are the baseline's but for scale
     assert said.startswith(
-        f"How much goes explains {share} of what tells heads apart, {share} with random (control) (n"
+        f"How much goes explains {share} of what makes heads differ, {share} with random (control) (n"
     )
     assert "(control)" not in split(made(3, (control,))).conclusion()
 
 
 def test_each_heading_of_what_comes_out_has_its_unit() -> None:
     """The median of KL is in nat, its mean a ratio over none: beside each other they looked alike."""
-    table = next(one for one in split(made()).tables() if isinstance(one, Table) and "what comes out" in one.title)
+    table = next(one for one in split(made()).details() if isinstance(one, Table) and "drift and KL" in one.title)
     assert [" ".join(one.removeprefix("#").split()) for one in table.columns[1:4]] == [
-        "drift, × none", "median KL, nat", "mean KL, × none",
+        "last layer's drift", "KL of the next token, nat", "mean KL over none",
     ]  # fmt: skip
-    assert [table.rows[0][place].split("\n")[0] for place in (1, 2, 3)] == ["1", "0.035", "1"]
+    assert [table.rows[0][index].split("\n")[0] for index in (1, 2, 3)] == ["", "0.035", ""]
 
 
 @pytest.mark.parametrize("samples", [1, 3, 6])
@@ -246,5 +244,6 @@ def test_a_contest_in_which_one_side_loses_nothing_says_so() -> None:
     found = made(configs=(BASELINE, TREATMENT))
     mass = found.arrays["retained_mass"].copy()
     mass[:, 1] = 1
-    said = split(dataclasses.replace(found, arrays={**found.arrays, "retained_mass": mass})).conclusion()
-    assert "No head loses anything under both two-stage and attention" in said and "–" not in said
+    result = split(dataclasses.replace(found, arrays={**found.arrays, "retained_mass": mass}))
+    assert result.contest_texts() == ["no head loses anything under both two-stage and attention"]
+    assert "–" not in result.conclusion()

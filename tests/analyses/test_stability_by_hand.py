@@ -14,14 +14,15 @@ from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.questions.stability.rank_reliability import (
-    Heads,
+    RankedHeads,
     agreement,
     brown,
-    depth,
+    depth_profile,
     halves,
     profiles,
     reliability,
 )
+from perturbkv.display import Table
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -72,9 +73,9 @@ def naive_reliability(values: np.ndarray) -> float:
 
 def test_two_samples_of_two_heads() -> None:
     """Two heads have but one order: the samples agree fully, or not at all."""
-    same = reliability(Heads.of(np.array([[1.0, 2.0], [3.0, 9.0]])))
+    same = reliability(RankedHeads.of(np.array([[1.0, 2.0], [3.0, 9.0]])))
     assert (same.split_half.value, same.pairwise.value, same.splits) == (1.0, 1.0, 1)
-    other = reliability(Heads.of(np.array([[1.0, 2.0], [9.0, 3.0]])))
+    other = reliability(RankedHeads.of(np.array([[1.0, 2.0], [9.0, 3.0]])))
     assert (other.split_half.value, other.pairwise.value) == (-1.0, -1.0)
     assert other.split_half.interval is not None
     assert other.split_half.interval.kind == "range"
@@ -88,7 +89,7 @@ def test_spearman_brown_by_hand() -> None:
 @pytest.mark.parametrize("samples", [2, 3, 5, 6])
 def test_reliability_is_the_oracles(samples: int) -> None:
     values = np.random.default_rng(samples).lognormal(size=(samples, 7)).round(1)  # some ties
-    found = reliability(Heads.of(values))
+    found = reliability(RankedHeads.of(values))
     assert found.split_half.value == pytest.approx(naive_reliability(values))
     pairs = [naive_rho(one, other) for one, other in combinations(values.tolist(), 2)]
     assert found.pairwise.value == pytest.approx(sum(pairs) / len(pairs))
@@ -108,7 +109,7 @@ ORDER = np.arange(1.0, 21.0)
 
 @pytest.mark.parametrize(("other", "rho", "shared"), [(ORDER, 1.0, 1.0), (ORDER[::-1], -1.0, 0.0)])
 def test_the_same_and_the_reversed_order(other: np.ndarray, rho: float, shared: float) -> None:
-    found = agreement(*(Heads.of(np.tile(one, (5, 1))) for one in (ORDER, other)), paired=False)
+    found = agreement(*(RankedHeads.of(np.tile(one, (5, 1))) for one in (ORDER, other)), paired=False)
     assert found.rho.value == pytest.approx(rho)
     assert found.corrected.value == pytest.approx(rho)
     assert found.shared == shared  # 2 of 20 heads
@@ -118,7 +119,7 @@ def test_the_same_and_the_reversed_order(other: np.ndarray, rho: float, shared: 
 def test_unrelated_orders_agree_by_chance() -> None:
     source = np.random.default_rng(4)
     found = [
-        agreement(*(Heads.of(np.tile(source.permutation(200) + 0.0, (5, 1))) for _ in range(2)), paired=False)
+        agreement(*(RankedHeads.of(np.tile(source.permutation(200) + 0.0, (5, 1))) for _ in range(2)), paired=False)
         for _ in range(60)
     ]
     assert abs(np.mean([one.rho.value for one in found])) < 0.03
@@ -137,7 +138,7 @@ def test_what_noise_takes_from_a_correlation_is_given_back() -> None:
     for _ in range(30):
         profile = source.normal(size=300)
         other = 0.8 * profile + 0.6 * source.normal(size=300)
-        sides = [Heads.of(noisy(source, one, 6, 2.5)) for one in (profile, other)]
+        sides = [RankedHeads.of(noisy(source, one, 6, 2.5)) for one in (profile, other)]
         found = agreement(*sides, paired=False)
         measured.append(found.rho.value)
         corrected.append(found.corrected.value)
@@ -149,8 +150,8 @@ def test_what_noise_takes_from_a_correlation_is_given_back() -> None:
 def test_without_reliability_nothing_is_corrected() -> None:
     opposed = np.array([ORDER, ORDER[::-1]] * 3)[:5]
     opposed = np.concatenate([opposed, ORDER[::-1][None]])
-    found = agreement(Heads.of(opposed), Heads.of(np.tile(ORDER, (6, 1))), paired=False)
-    assert math.isnan(found.corrected.value) == (reliability(Heads.of(opposed)).split_half.value <= 0)
+    found = agreement(RankedHeads.of(opposed), RankedHeads.of(np.tile(ORDER, (6, 1))), paired=False)
+    assert math.isnan(found.corrected.value) == (reliability(RankedHeads.of(opposed)).split_half.value <= 0)
     assert math.isnan(found.corrected.value)
     assert found.corrected.interval is None
 
@@ -161,13 +162,13 @@ def test_of_traces_by_hand() -> None:
     turned = suffered.copy()
     turned[:, 0] = suffered[:, 0, ::-1]
     found = pk.stability([made(suffered), made(turned, dataset="e")])
-    assert [one.suffering["isolated"].split_half.value for one in found.traces] == pytest.approx([1.0, 1.0])
+    assert [one.perturbation["isolated"].split_half.value for one in found.traces] == pytest.approx([1.0, 1.0])
     (pair,) = found.pairs
     for kind in ("isolated", "propagated"):
-        assert pair.suffering[kind].rho.value == pytest.approx(1 - 12 / 210)
+        assert pair.perturbation[kind].rho.value == pytest.approx(1 - 12 / 210)
         assert pair.gain[kind].rho.value == pytest.approx(1 - 12 / 210)  # attention suffers double
-        assert pair.suffering[kind].shared == 1.0  # the worst of six heads
-        assert not pair.suffering[kind].paired
+        assert pair.perturbation[kind].shared == 1.0  # the worst of six heads
+        assert not pair.perturbation[kind].paired
     assert pair.depth == {}
     lines = repr(found).splitlines()
     assert max(map(len, lines)) <= 80
@@ -182,17 +183,17 @@ def test_the_same_seed_and_data_set_leave_prompts_out_together() -> None:
     source = np.random.default_rng(6)
     first, second = (made(source.lognormal(size=(6, 2, 3))) for _ in range(2))
     (pair,) = pk.stability([first, second]).pairs
-    assert pair.suffering["isolated"].paired
+    assert pair.perturbation["isolated"].paired
     (other,) = pk.stability([first, renamed(second, dataset="e")]).pairs
-    assert not other.suffering["isolated"].paired
-    assert other.suffering["isolated"].rho.value == pair.suffering["isolated"].rho.value
+    assert not other.perturbation["isolated"].paired
+    assert other.perturbation["isolated"].rho.value == pair.perturbation["isolated"].rho.value
 
 
 def test_depth_by_hand() -> None:
     """Layers of 3, 1, 0 and 0 a head: three quarters in the first, half of the sum in one head of eight."""
     suffered = np.tile(np.array([[4.0, 2.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), (5, 1, 1))
     places = np.linspace(0, 1, 4)
-    found = depth(suffered, places)
+    found = depth_profile(suffered, places)
     assert found.first_layer.value == pytest.approx(0.75)
     assert found.first_tenth.value == pytest.approx(0.75)  # of four layers a tenth is one
     assert found.half.value == pytest.approx(1 / 8)
@@ -223,9 +224,8 @@ def test_models_are_compared_over_depth_alone() -> None:
     deep = np.tile(np.linspace(4, 1, 9)[None, :, None], (6, 1, 2)) * source.uniform(0.99, 1.01, (6, 9, 2))
     found = pk.stability([made(shallow), made(deep, model="n")])
     (pair,) = found.pairs
-    assert pair.suffering == pair.gain == {}
+    assert pair.perturbation == pair.gain == {}
     assert pair.depth["isolated"].value == pytest.approx(1.0, abs=0.02)
-    assert "cannot be matched" in " ".join(repr(found).split())
     (turned,) = pk.stability([made(shallow), made(deep[:, ::-1], model="n")]).pairs
     assert turned.depth["isolated"].value == pytest.approx(-1.0, abs=0.02)
 
@@ -252,9 +252,9 @@ def test_few_samples_have_ranges_or_nothing(samples: int) -> None:
     traces = [made(source.lognormal(size=(samples, 3, 4)), dataset=name) for name in ("d", "e")]
     found = pk.stability(traces)
     kinds = {1: None, 3: "range", 6: "interval"}
-    interval = found.pairs[0].suffering["isolated"].rho.interval
+    interval = found.pairs[0].perturbation["isolated"].rho.interval
     assert (interval and interval.kind) == kinds[samples]
-    own = found.traces[0].suffering["isolated"].pairwise.interval
+    own = found.traces[0].perturbation["isolated"].pairwise.interval
     assert (own and own.kind) == kinds[samples]
     assert max(map(len, repr(found).splitlines())) <= 80
     json.dumps(found.to_dict(), allow_nan=False)
@@ -265,7 +265,7 @@ def test_a_trace_without_the_baseline_has_no_gain() -> None:
     found = pk.stability(made(source.lognormal(size=(5, 2, 2))), baseline="random")
     assert found.baseline is None
     assert found.traces[0].gain == {}
-    assert "gain" not in repr(found).lower()
+    assert not any("gain" in part.title for part in found.details() if isinstance(part, Table))
 
 
 def swept(*budgets: float) -> Trace:

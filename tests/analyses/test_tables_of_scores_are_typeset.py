@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from perturbkv.analyses.quality.quality import Quality, quality
 from perturbkv.analyses.quality.score_tables import escaped
+from perturbkv.display import Table
 from perturbkv.trace import Trace
 from tests.support.graded import graded
 from tests.support.measured import config
@@ -61,10 +62,10 @@ def test_latex_is_balanced_and_every_row_has_every_column(result: Quality) -> No
 
 def test_the_full_cache_comes_first_then_budgets_from_the_smallest(result: Quality) -> None:
     rows = [row for row in rows_of(result.to_latex()) if row[0] and row[0] != "method"]
-    assert [row[0] for row in rows] == ["full cache", *["snapkv attention", "snapkv two-stage", "adakv attention",
-                                                        "adakv two-stage"] * 3]  # fmt: skip
+    assert [row[0] for row in rows] == ["full cache", *["snapkv:attention", "snapkv:two-stage", "adakv:attention",
+                                                        "adakv:two-stage"] * 3]  # fmt: skip
     assert [row[1] for row in rows] == ["", *["0.2"] * 4, *["0.4"] * 4, *["64"] * 4]
-    assert rows[0][3] == f"{100 * result.datasets[0].full.value:.1f}"
+    assert rows[0][3] == f"{100 * result.datasets[0].full:.1f}"
     assert result.to_latex().count(r"\midrule") == 2 * 4
 
 
@@ -81,11 +82,11 @@ def test_data_sets_stand_beneath_their_kinds_with_the_average_last(result: Quali
 
 def test_the_best_of_a_budget_is_bold_and_intervals_stand_beneath(result: Quality) -> None:
     column = result.datasets[0]
-    best = max(range(4), key=lambda place: column.evicted[8 + place].value)  # b = 0.2 is the last in the run
+    best = max(range(4), key=lambda place: column.methods[8 + place].score)  # b = 0.2 is the last in the run
     rows = rows_of(result.to_latex())
     at = next(place for place, row in enumerate(rows) if row[1] == "0.2") + 2 * best
-    assert rows[at][3] == rf"\textbf{{{100 * column.evicted[8 + best].value:.1f}}}"
-    found = column.evicted[8 + best].interval
+    assert rows[at][3] == rf"\textbf{{{100 * column.methods[8 + best].score:.1f}}}"
+    found = column.methods[8 + best].score_interval
     assert found is not None
     assert rows[at + 1][3] == rf"{{\tiny [{100 * found.low:.1f}, {100 * found.high:.1f}]}}"
     assert sum(cell.startswith(r"\textbf") for row in rows for cell in row) == 3 * 6
@@ -140,12 +141,14 @@ def test_csv_holds_scores_and_both_ends_of_their_intervals(result: Quality) -> N
     assert [row["config"] for row in rows][:1] == ["full cache"]
     by_label = {row["config"]: row for row in rows}
     for place, one in enumerate(result.configs):
-        row, average = by_label[one.label()], result.average.evicted[place]
-        assert average.interval is not None
+        row, average = by_label[one.label()], result.average.methods[place]
+        assert average.score_interval is not None
         told = [float(row[name]) for name in ("average", "average low", "average high")]
-        assert told == pytest.approx([100 * average.value, 100 * average.interval.low, 100 * average.interval.high])
+        assert told == pytest.approx(
+            [100 * average.score, 100 * average.score_interval.low, 100 * average.score_interval.high]
+        )
         assert (row["policy"], row["budget"]) == (one.policy.name, str(one.budget))
-        assert float(row["held"]) == pytest.approx(result.average.held[place])
+        assert float(row["held"]) == pytest.approx(average.cache_share)
 
 
 def test_csv_of_a_single_sample_has_empty_ends_and_nothing_that_a_spreadsheet_computes() -> None:
@@ -163,7 +166,7 @@ def test_files_of_one_name_and_names_of_other_columns_keep_their_numbers() -> No
         "one/held.jsonl", "two/held.jsonl", "average.jsonl", "average",
     ]  # fmt: skip
     assert [float(one) for one in full[5::3]] == pytest.approx(
-        [100 * one.full.value for one in (*alike.datasets, alike.average)]
+        [100 * one.full for one in (*alike.datasets, alike.average)]
     )
     held = quality(traces(("held.jsonl",)))
     assert next(csv.reader(io.StringIO(held.to_csv())))[4:6] == ["held", "held"]
@@ -174,7 +177,7 @@ def test_screens_are_80_columns_wide_however_many_data_sets_there_are() -> None:
              "ruler:niah_multiquery", "ruler:niah_multivalue", "ruler:niah_single_1", "ruler:niah_multikey_1",
              "ruler:niah_multikey_2", "needle", "a_file_of_somebody_else_with_a_long_name.jsonl")  # fmt: skip
     for samples in (3, 6):
-        shown = repr(quality(traces(names, samples)))
-        assert max(map(cell_len, shown.splitlines())) <= 80
-        for name in names[:3]:
-            assert shown.count(f" {name.split('_')[0]}") >= 1
+        found = quality(traces(names, samples))
+        assert max(map(cell_len, repr(found).splitlines())) <= 80
+        titles = " ".join(part.title for part in found.details() if isinstance(part, Table))
+        assert all(name in titles for name in names[:-1])

@@ -17,21 +17,21 @@ def test_the_best_is_found_among_caches_of_equal_budget_and_granularity() -> Non
     configs = [config(side, 0.4, granularity=heads) for heads in ("kv", "query") for side in ("attention", "two-stage")]
     rows = [[0.3, 0.2, 0.8, 0.9], [0.4, 0.2, 0.7, 0.9], [0.3, 0.1, 0.8, 0.8], [0.2, 0.2, 0.8, 0.9], [0.3, 0.2, 0.7, 1]]
     result = quality(graded("qasper", [1] * 5, rows, configs, held=[0.4, 0.4, 1.2, 1.2]))
-    assert result.average.best == (True, False, False, True)
+    assert [one.best for one in result.average.methods] == [True, False, False, True]
     said = result.conclusion()
     assert "at b=0.4 kv attention scores best by looking, 30.0 [" in said
-    assert re.search(r"at b=0\.4 query two-stage scores best by looking, 90\.0 \[[^]]+\] \(held / full 1\.20\)", said)
-    assert "(held / full 0.40)" not in said
-    assert [line.rivals for line in result.layouts()[0].lines] == ["", "0.4 kv", "0.4 kv", "0.4 query", "0.4 query"]
+    assert re.search(r"at b=0\.4 query two-stage scores best by looking, 90\.0 \[[^]]+\] \(cache share 1\.20\)", said)
+    assert "(cache share 0.40)" not in said
+    assert [row.group for row in result.layouts()[0].rows] == ["", "0.4 kv", "0.4 kv", "0.4 query", "0.4 query"]
     assert result.to_latex().count(r"\midrule") == 1 + 2
 
 
 def test_protection_is_compared_with_its_own_and_a_budget_of_entries_tells_what_it_holds() -> None:
     configs = [config(side, 64, protect_first=first) for first in (0, 4) for side in ("attention", "random")]
     result = quality(graded("qasper", [1] * 3, [[0.1, 0.2, 0.6, 0.5]] * 3, configs, held=[0.3] * 4))
-    assert result.average.best == (False, True, True, False)
+    assert [one.best for one in result.average.methods] == [False, True, True, False]
     said = result.conclusion()
-    assert "at b=64 protect-first=4 attention scores best by looking, 60.0 (60.0 … 60.0) (held / full 0.30)" in said
+    assert "at b=64 protect-first=4 attention scores best by looking, 60.0 (60.0 … 60.0) (cache share 0.30)" in said
 
 
 def test_of_many_budgets_the_least_and_the_largest_are_told_of_every_granularity() -> None:
@@ -56,7 +56,7 @@ def test_all_that_are_best_are_named_in_whatever_order_they_stand() -> None:
 def test_caches_of_whole_blocks_are_no_rivals_of_those_of_single_entries() -> None:
     configs = [config("attention", 0.4, granularity=kind) for kind in ("kv", "kv(block=16)")]
     result = quality(graded("qasper", [1] * 6, [[0.5, 0.3]] * 6, configs, held=[0.4, 0.33]))
-    assert result.average.best == (False, False)
+    assert [one.best for one in result.average.methods] == [False, False]
 
 
 def test_a_score_that_is_no_number_is_refused_whichever_cache_it_is_of() -> None:

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 import perturbkv as pk
 from perturbkv.analyses.tokens import tokens
-from perturbkv.display import as_text
+from perturbkv.display import Table, as_text
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.schema import TEXT
 from perturbkv.trace import FailedSample, SampleTrace
@@ -58,10 +58,11 @@ def test_the_head_whose_output_the_treatment_changes_most_is_shown_first() -> No
 
 def test_a_layers_summary_is_of_its_heads_alone() -> None:
     found = pk.tokens(made(), layer=0)
-    assert (found.chosen, found.conclusion()[:53]) == ("layer", "Of 'p0', head 0-0 changes most in its layer: two-stag")
+    assert (found.chosen, found.shown.name) == ("layer", "0-0")
     asked = pk.tokens(made(), layer=0, head=1)
     assert (asked.heads, asked.chosen) == ((), "")
-    assert "two-stage keeps the same 4 tokens as attention" in asked.conclusion()
+    assert (asked.shown.both, asked.shown.baseline_only, asked.shown.treatment_only) == (4, 0, 0)
+    assert asked.conclusion() != found.conclusion()
 
 
 def test_the_conclusion_counts_and_says_how_far_the_output_moves() -> None:
@@ -181,8 +182,9 @@ def test_without_losses_and_shares_the_fates_are_told_all_the_same() -> None:
     found = pk.tokens(made(SampleTrace("p0", older)))
     assert found.losses is None
     assert found.to_dict()["baseline_losses"] is None
-    assert "is not in this trace" in repr(found)
-    assert "Here – → –" in repr(found)
+    assert "is not in this trace" in as_text(found.details())
+    assert all(np.isnan(found.cache_shares))
+    assert found.to_dict()["held_over_full_baseline"] is None
     assert isinstance(found.plot(), Figure)
 
 
@@ -192,8 +194,9 @@ def test_missing_places_of_losses_are_left_out() -> None:
     found = pk.tokens(made(sample(lost_position=lost, lost_output=output)), "p0", 0, 0)
     assert found.losses is not None
     assert [len(side) for side in found.losses] == [1, 0]
-    assert "attention: the evicted entry that adds most to the output, 50 % of C" in repr(found)
-    assert "two-stage evicts nothing" in repr(found)
+    tables = [part for part in found.details() if isinstance(part, Table)]
+    assert [(table.rows[0][0], table.rows[0][3]) for table in tables] == [("4", "50 %")]
+    assert "two-stage evicts nothing" in found.details()
 
 
 def test_a_pair_of_a_budget_is_shown_and_others_are_counted() -> None:
@@ -203,9 +206,9 @@ def test_a_pair_of_a_budget_is_shown_and_others_are_counted() -> None:
         for name, array in sample().arrays.items()
     }
     trace = pk.Trace.of(run_config(1, configs=configs), [SampleTrace("p0", four)], {})
-    assert pk.tokens(trace).others == 1
+    assert pk.tokens(trace).other_pairs == 1
     found = pk.tokens(trace, budget=0.5)
-    assert (found.baseline.budget.value, found.others) == (0.5, 0)
+    assert (found.baseline.budget.value, found.other_pairs) == (0.5, 0)
     assert "1 more pair of these sides" in pk.tokens(trace).notes()
 
 
@@ -222,7 +225,7 @@ def test_html_escapes_the_prompt() -> None:
     page = pk.tokens(made(sample(pieces=("<b>", " cat", "", "é", "&", "\n", " sat", ".", " Who?"))))._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert page.count("<table>") == 3
+    assert page.count("<table>") == 1
 
 
 def test_it_is_of_one_sample() -> None:

@@ -8,17 +8,28 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perturbkv.analyses.correlation.correlation import Link, link
-from tests.analyses.test_link_by_hand import CONFIGS, DRAW, FULL, HELD, LOST, MOVED, OTHER, SCORES, areas, correlations
+from perturbkv.analyses.correlation.correlation import Correlation, correlation
+from tests.analyses.test_correlation_by_hand import (
+    CONFIGS,
+    DRAW,
+    FULL,
+    HELD,
+    LOST,
+    MOVED,
+    OTHER,
+    SCORES,
+    areas,
+    correlations,
+)
 from tests.support.linked import answered, methods
 
 
 @pytest.fixture(scope="module")
-def found() -> Link:
-    return link(answered(methods(CONFIGS), SCORES, FULL, {"propagated": MOVED, "isolated": OTHER}))
+def found() -> Correlation:
+    return correlation(answered(methods(CONFIGS), SCORES, FULL, {"propagated": MOVED, "isolated": OTHER}))
 
 
-def test_a_methods_name_tells_what_other_prompts_perturbation_tells(found: Link) -> None:
+def test_a_methods_name_tells_what_other_prompts_perturbation_tells(found: Correlation) -> None:
     others = [
         stats.spearmanr(MOVED[other], SCORES[place]).statistic
         for place, other in itertools.permutations(HELD, 2)
@@ -31,7 +42,7 @@ def test_a_methods_name_tells_what_other_prompts_perturbation_tells(found: Link)
     assert names.others.prompts == names.beyond.prompts == len(own)
 
 
-def test_a_methods_name_tells_lost_answers_as_other_prompts_perturbation_does(found: Link) -> None:
+def test_a_methods_name_tells_lost_answers_as_other_prompts_perturbation_does(found: Correlation) -> None:
     moved = {place: MOVED[place] for place in HELD}
     others = [
         np.mean([
@@ -48,7 +59,9 @@ def test_a_methods_name_tells_lost_answers_as_other_prompts_perturbation_does(fo
 
 def test_few_prompts_measures_are_dealt_out_in_all_ways() -> None:
     scores, moved = np.array([[1, 0, 0.5], [0, 1, 1], [0.2, 0.1, 1], [1, 0, 0]]), DRAW.lognormal(size=(4, 3))
-    names = link(answered(methods(3), scores, np.ones(4), {"propagated": moved})).settings[0].named("propagated").rho
+    names = (
+        correlation(answered(methods(3), scores, np.ones(4), {"propagated": moved})).settings[0].named("propagated").rho
+    )
     means = [
         np.mean([stats.spearmanr(moved[other], row).statistic for other, row in zip(order, scores, strict=True)])
         for order in itertools.permutations(range(4))
@@ -62,7 +75,7 @@ def test_few_prompts_measures_are_dealt_out_in_all_ways() -> None:
 def test_over_budgets_a_prompts_own_less_others_is_its_mean_over_them() -> None:
     configs = [*methods(3, 64), *methods(3, 128)]
     scores, moved = DRAW.integers(0, 2, (7, 6)), DRAW.lognormal(size=(7, 6))
-    found = link(answered(configs, scores, np.ones(7), {"propagated": moved})).overall[0].named("propagated").rho
+    found = correlation(answered(configs, scores, np.ones(7), {"propagated": moved})).overall[0].named("propagated").rho
     each: dict[int, list[float]] = {}
     for place, part in itertools.product(range(7), (slice(0, 3), slice(3, 6))):
         if len(set(scores[place, part])) > 1:

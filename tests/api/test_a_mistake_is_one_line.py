@@ -52,8 +52,10 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.measure(model, [], CONFIGS), DatasetError, "at least one prompt"),
         (lambda model: pk.measure(model, [prompt(model)] * 2, CONFIGS), DatasetError, "'0' twice"),
         (lambda model: pk.measure(model, [prompt(model)], []), ConfigError, "at least one eviction"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, engine="rae"), UnknownNameError, "known: ray"),
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, scenario="x"), PerturbkvError, "regular"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, workers=pk.Workers("rae")), UnknownNameError,
+         "known: ray"),
+        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, settings=pk.Settings(scenario="x")), PerturbkvError,
+         "regular"),
         (lambda model: pk.load_model(model.model), ModelError, "tokenizer="),
         (lambda model: pk.load_model(3), ModelError, "got int"),
         (lambda model: pk.measure(model, ["text"], CONFIGS), ConfigError, "got str"),
@@ -62,7 +64,8 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, path="/proc/none/t.h5"), PerturbkvError, "place"),
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, path="/tmp"), PerturbkvError, "folder"),
         (lambda model: pk.measure(model, [prompt(model)], pk.grid(24, policy="headkv", window=8),
-                                  head_scores=[[1.0]]), ConfigError, "2 layers × 4 heads, got 1 × 1"),
+                                  settings=pk.Settings(head_scores=[[1.0]])), ConfigError,
+         "2 layers × 4 heads, got 1 × 1"),
         (lambda model: pk.Prompt.from_text("a b c", model, max_tokens=-4), ConfigError, "at least 2"),
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, resources=Resources(max_bytes=1024)), ConfigError,
          r"^max_bytes \(--max-memory\) allows 1 KiB"),
@@ -92,7 +95,12 @@ def test_a_mistake_is_one_line(model: Adapter, call: Any, error: type[Exception]
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda model: pk.measure(model, [prompt(model)], CONFIGS, steps=10**20, progress=False), "steps|positions"),
+        (
+            lambda model: pk.measure(
+                model, [prompt(model)], CONFIGS, settings=pk.Settings(steps=10**20), progress=False
+            ),
+            "steps|positions",
+        ),
         (lambda model: pk.measure(model, [prompt(model)], map(pk.EvictionConfig, range(40, 10_041))), "configurations"),
         (lambda model: pk.load_prompts("needle", model, lengths=[9_999_999]), "at most 2,000,000"),
         (lambda model: pk.load_prompts("needle", model, lengths=[99_999]), "positions"),

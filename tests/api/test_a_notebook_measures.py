@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import perturbkv as pk
 from perturbkv.cli.main import app
-from perturbkv.datasets.prompts import gathered
+from perturbkv.datasets.prompts import collect
 from perturbkv.display import Table
 from perturbkv.engines import choosing
 from perturbkv.errors import ActivationError, ModelError
@@ -109,9 +109,14 @@ def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replac
 
     with monkeypatch.context() as patched, pytest.raises(ActivationError, match="the logits"):
         patched.setattr(choosing.Here, "measure", failing)
-        pk.measure(model, prompts, CONFIGS, steps=2, path=path, overwrite=True, progress=False)
+        pk.measure(model, prompts, CONFIGS, settings=pk.Settings(steps=2), path=path, overwrite=True, progress=False)
     assert path.read_bytes() == content
-    assert pk.measure(model, prompts, CONFIGS, steps=2, path=path, overwrite=True, progress=False).run.steps == 2
+    assert (
+        pk.measure(
+            model, prompts, CONFIGS, settings=pk.Settings(steps=2), path=path, overwrite=True, progress=False
+        ).run.steps
+        == 2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +124,7 @@ def held(model: Adapter) -> Trace:
     text = "The quick brown fox jumps over the lazy dog. "
     mine = [pk.Prompt.from_text(text * (2 + place), model, id=f"p{place}") for place in range(3)]
     configs = pk.grid((20, 24), selection=("attention", "two-stage"), window=8)
-    return pk.measure(model, mine, configs, steps=2, save_outputs=True, progress=False)
+    return pk.measure(model, mine, configs, settings=pk.Settings(steps=2, save=("outputs",)), progress=False)
 
 
 def test_a_trace_that_is_saved_and_read_is_the_same(held: Trace, tmp_path: Path) -> None:
@@ -199,7 +204,7 @@ def test_what_a_prompt_shows_is_nothing_that_a_number_depends_on() -> None:
     assert prompt == pk.Prompt("a", (1, 2, 3), 4, 1, ("x",), "task", ("c",), 5)
     before = "('a', (1, 2, 3), 4, 1, ('x',), 'task', ('c',), 5)"
     digest = hashlib.sha256(before.encode()).hexdigest()[:16]
-    assert gathered([prompt]).options["prompt_digests"] == {"a": digest}
+    assert collect([prompt]).options["prompt_digests"] == {"a": digest}
 
 
 def test_a_table_reads_nothing_as_markup() -> None:
@@ -300,7 +305,7 @@ def test_prompts_of_ones_own(model: Adapter) -> None:
     mine = [pk.Prompt.from_text(text, model, "Who?", id=str(place)) for place in range(2)]
     assert model.tokenizer.decode(mine[0].token_ids) == f"{text}\n\nWho?"
     assert mine[0].question_tokens == len("\n\nWho?")
-    found = pk.measure(model, mine, CONFIGS, scenario="context-only", progress=False)
+    found = pk.measure(model, mine, CONFIGS, settings=pk.Settings(scenario="context-only"), progress=False)
     assert found.arrays["question_tokens"].tolist() == [6, 6]
     assert found.run.dataset == "prompts"
     answers = pk.generate(model, mine, CONFIGS, max_new_tokens=3, progress=False)

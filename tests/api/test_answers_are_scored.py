@@ -43,7 +43,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def scored(model: Adapter, data: Path, configs: Sequence[Any] = CONFIGS, **more: Any) -> pk.Trace:
     prompts = pk.load_prompts(str(data), model, **{name: more.pop(name) for name in ("metric",) if name in more})
-    return pk.measure(model, prompts, configs, **{"generate": 4, "progress": False, **more})
+    settings = pk.Settings(generate=more.pop("generate", 4))
+    return pk.measure(model, prompts, configs, settings=settings, progress=False, **more)
 
 
 def assert_same_answers(found: pk.Trace, expected: pk.Trace) -> None:
@@ -107,9 +108,11 @@ def test_a_trace_of_another_metric_is_not_gone_on_with(model: Adapter, tmp_path:
     with pytest.raises(TraceError, match="differs in dataset_options"):
         scored(model, data, path=path, metric="exact-match")
     own = [pk.Prompt.from_text(TEXT, model, answers=["a"], metric=metric) for metric in ("", "rouge-l")]
-    pk.measure(model, own[:1], CONFIGS[:1], generate=2, path=tmp_path / "own.h5", progress=False)
+    pk.measure(model, own[:1], CONFIGS[:1], settings=pk.Settings(generate=2), path=tmp_path / "own.h5", progress=False)
     with pytest.raises(TraceError, match="differs in dataset_options"):
-        pk.measure(model, own[1:], CONFIGS[:1], generate=2, path=tmp_path / "own.h5", progress=False)
+        pk.measure(
+            model, own[1:], CONFIGS[:1], settings=pk.Settings(generate=2), path=tmp_path / "own.h5", progress=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,8 @@ def test_a_trace_of_another_metric_is_not_gone_on_with(model: Adapter, tmp_path:
     [
         (lambda model, path: scored(model, rows(path, answers=[])),
          "got none in 3 of 3, such as 'p0'; give `answers`, or use generate"),
-        (lambda model, path: pk.measure(model, prompt(model), CONFIGS, generate=2), "got none in 1 of 1, such as '0'"),
+        (lambda model, path: pk.measure(model, prompt(model), CONFIGS, settings=pk.Settings(generate=2)),
+         "got none in 1 of 1, such as '0'"),
         (lambda model, path: scored(model, rows(path), metric="exact-number"),
          "sample 'p0': the metric exact-number needs answers that are numbers; got the answers 'a b | é'"),
         (lambda model, path: scored(model, rows(path, metric="bleu")),

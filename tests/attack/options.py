@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from perturbkv.cli.main import app
 from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
 from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.selection.policies import registry
@@ -22,8 +19,8 @@ from tests.attack.evenly import evenly
 from tests.attack.option_ranges import RANGES
 from tests.attack.running import Case, Outcome, flaw_of_refusal, run
 from tests.attack.tiny_runs import MODEL, answered_or_refused
+from tests.support.commands import command_of, every_command
 from tests.support.folders import model_folder
-from tests.support.judges import planted_judge
 
 COUNT = 320
 NUMBERS = ("nan", "inf", "-inf", "1e999", str(10**20), "-1", "0", "1e-320", "", "1_6", " 5", "٣", "0x10")
@@ -43,9 +40,9 @@ ENORMOUS = {
     "--ray-address": ("127.0.0.1:1", "", "ray://a:1", ":::", "a:99999"),
 }
 """Values of single options beside those that every number and every name is tried with."""
-_WHOLE = ("info", "models", "policies", "datasets", "doctor", "export")
+_WHOLE = ("list models", "list policies", "list datasets", "doctor", "export")
 """Commands that run no model."""
-_MINUTES = ("selfcheck", "bench", "bench scale")
+_MINUTES = ("doctor selfcheck", "doctor bench", "doctor bench scale")
 """Commands of which a valid value takes minutes: what they must refuse is tried alone."""
 
 
@@ -106,24 +103,18 @@ class Whole:
         own: dict[str, dict[str, tuple[str, ...]]] = {
             "audit": {"": (self.press,), **model, **one, **needle, **cpu, **run_},
             "tokens": {"": (self.trace,)},
-            "info": {"": (self.trace,)},
             "export": {"": (self.trace,), "--output": ("--output", "out.csv")},
-            "datasets": {"": ("needle", "--show"), **model, **needle},
-            "head-scores": {**model, **one, **needle, **cpu, "--output": ("--output", "scores.json")},
-            "selfcheck": {**cpu, "--output": ("--output", "gpu.json")},
-            "bench": {**model, **cpu, "--output": ("--output", "bench.json")},
-            "bench scale": {**model, **one, "--output": ("--output", "scale.json")},
-            "bench compare": {"": (self.report, self.report)},
-            "doctor": {}, "models": {}, "policies": {},
+            "list datasets": {"": ("needle", "--show"), **model, **needle},
+            "doctor selfcheck": {**cpu, "--output": ("--output", "gpu.json")},
+            "doctor bench": {**model, **cpu, "--output": ("--output", "bench.json")},
+            "doctor bench scale": {**model, **one, "--output": ("--output", "scale.json")},
+            "doctor bench compare": {"": (self.report, self.report)},
+            "doctor": {}, "list models": {}, "list policies": {}, "list": {}, "question": {},
             "needle": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "6")},
             "horizon": {**model, **one, **needle, **small, **cpu, **run_, "--steps": ("--steps", "3")},
             "budget": {**model, **one, **needle, **small, **cpu, **run_, "--max-kl": ("--max-kl", "9")},
-            "divergence": {"": (self.answers,), **run_},
-            "judge": {"": (self.answers,), **run_, "--command": ("--command", planted_judge("length"))},
-            "alpha": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "4")},
-            "savings": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
-            "cliff": {**model, **one, **needle, **small, **cpu, **run_, "--budget": _FIVE},
-            "stability": {"": (self.trace,), **run_},
+            "question alpha": {**model, **needle, **small, **cpu, **run_, "--samples": ("--samples", "4")},
+            "question stability": {"": (self.trace,), **run_},
         }  # fmt: skip
         return own.get(command, {**model, **one, **needle, **small, **cpu, **run_})
 
@@ -175,13 +166,8 @@ def _kinds(whole: Whole, seed: int) -> Mapping[str, Sequence[Attack]]:
 
 
 def _commands() -> dict[str, Any]:
-    """Name -> command, subcommands under both names."""
-    found: dict[str, Any] = {}
-    group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        found[name] = command
-        found |= {f"{name} {inner}": one for inner, one in getattr(command, "commands", {}).items()}
-    return found
+    """Return name -> command, subcommands under all their names."""
+    return {" ".join(words): command_of(words) for words in every_command() if words[-1] != "trace.h5"}
 
 
 def _asked(whole: Whole, seed: int) -> tuple[list[Attack], list[Attack]]:

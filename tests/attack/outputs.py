@@ -22,6 +22,7 @@ class Command:
 
     argv: tuple[str, ...]
     suffix: str = ""
+    option: str = "--output"
     leaves: tuple[str, ...] = ()
 
     @property
@@ -31,7 +32,7 @@ class Command:
 
 _TINY = ("--model", "model", "--dataset", "prompts.jsonl", "--samples", "2", "--budget", "24", "--window", "8")
 _FIGURES = ("--format", "png")
-_JUDGED = ("judgements.jsonl", "judge.json", "judge.png")
+_JUDGED = ("judgements.jsonl", "quality-judge.json", "quality-judge.png")
 COMMANDS = (
     Command(("trace", *_TINY), leaves=("trace.h5",)),
     Command(("trace", *_TINY), suffix=".h5"),
@@ -45,17 +46,20 @@ COMMANDS = (
         ("quality", *_TINY, "--compare", "attention", "--max-new-tokens", "2", *_FIGURES),
         leaves=("prompts/trace.h5", "quality.png", "quality.tex", "quality.md", "quality.csv", "summary.json"),
     ),
-    Command(("divergence", "generation.jsonl", *_FIGURES), leaves=("divergence.json", "divergence.png")),
-    Command(("judge", "generation.jsonl", "--command", planted_judge("length"), *_FIGURES), leaves=_JUDGED),
+    Command(
+        ("quality", "generation.jsonl", "--divergence", *_FIGURES),
+        leaves=("quality-divergence.json", "quality-divergence.png"),
+    ),
+    Command(("quality", "generation.jsonl", "--judge", planted_judge("length"), *_FIGURES), leaves=_JUDGED),
     Command(
         ("audit", "kept.py:everything", "--situation", "single", "--no-loss", *_TINY[:4], "--samples", "1", *_FIGURES),
         leaves=("audit.json", "audit.png"),
     ),
     Command(("export", "trace.h5"), suffix=".csv"),
     Command(("export", "trace.h5"), suffix=".parquet"),
-    Command(("head-scores", "--model", "model", "--length", "256", "--samples", "1"), suffix=".json"),
-    Command(("bench", "--only", "norms-time", "--tokens", "1025", "--repeats", "1"), suffix=".json"),
-    Command(("selfcheck", "--device", "cpu", "--model", "model"), suffix=".json"),
+    Command(("trace", "--model", "model", "--length", "256", "--samples", "1"), suffix=".json", option="--head-scores"),
+    Command(("doctor", "bench", "--only", "norms-time", "--tokens", "1025", "--repeats", "1"), suffix=".json"),
+    Command(("doctor", "selfcheck", "--device", "cpu", "--model", "model"), suffix=".json"),
 )
 
 Fine = Callable[[Outcome], str | None]
@@ -101,7 +105,7 @@ def _in_a_bad_place(command: Command, place: str, more: Sequence[str] = ()) -> _
     def make(folder: Path) -> tuple[Sequence[str], Fine]:
         target = PLACES[place](folder, command.suffix)
         notes = next(folder.rglob("notes.txt"), folder / "notes.txt")
-        return [*command.argv, "--output", target, *more], _kept(notes)
+        return [*command.argv, command.option, target, *more], _kept(notes)
 
     return _Try(f"{command.name} into {place} {' '.join(more)}", make)
 
@@ -112,7 +116,7 @@ def _foreign_in_the_way(command: Command, name: str, kind: str) -> _Try:
         path.parent.mkdir(parents=True)
         path.write_bytes(FOREIGN[kind])
         output = "out" if command.leaves else f"out/{name}"
-        return [*command.argv, "--output", output], _kept(path)
+        return [*command.argv, command.option, output], _kept(path)
 
     return _Try(f"{command.name} over {kind} in {name}", make)
 
@@ -122,7 +126,7 @@ def _folder_in_the_way(command: Command, name: str, more: Sequence[str]) -> _Try
         path = folder / "out" / name / "notes.txt"
         path.parent.mkdir(parents=True)
         path.write_bytes(PRECIOUS)
-        return [*command.argv, "--output", "out", *more], _kept(path)
+        return [*command.argv, command.option, "out", *more], _kept(path)
 
     return _Try(f"{command.name} over a folder {name} {' '.join(more)}", make)
 
@@ -133,7 +137,7 @@ def _journal_in_the_way(command: Command, kind: str) -> _Try:
         path = journal / "notes.txt" if kind == "folder" else journal
         path.parent.mkdir(parents=True)
         path.write_bytes(PRECIOUS)
-        return [*command.argv, "--output", "out", "--overwrite"], _kept(path)
+        return [*command.argv, command.option, "out", "--overwrite"], _kept(path)
 
     return _Try(f"{command.name} over somebody else's journal, a {kind}", make)
 
@@ -141,14 +145,14 @@ def _journal_in_the_way(command: Command, kind: str) -> _Try:
 def _without(command: Command, what: str, before: Callable[[], None], fine: Fine) -> _Try:
     def make(folder: Path) -> tuple[Sequence[str], Fine]:
         (folder / "out").mkdir(mode=0o555)
-        return [*command.argv, "--output", f"out/out{command.suffix}"], fine
+        return [*command.argv, command.option, f"out/out{command.suffix}"], fine
 
     return _Try(f"{command.name} without {what}", make, before)
 
 
 def _odd_name(command: Command, name: str) -> _Try:
     def make(folder: Path) -> tuple[Sequence[str], Fine]:
-        return [*command.argv, "--output", name + command.suffix if name.strip("./") else name], works
+        return [*command.argv, command.option, name + command.suffix if name.strip("./") else name], works
 
     return _Try(f"{command.name} named {name!r}", make)
 
@@ -166,8 +170,10 @@ def _all() -> list[_Try]:
     traced = [command for command in COMMANDS if "trace.h5" in command.leaves]
     tries += [_journal_in_the_way(command, kind) for command in traced for kind in ("file", "folder")]
     tries += [_without(command, "the right to write", without_rights, flaw_of_refusal) for command in COMMANDS]
-    quick = [command for command in COMMANDS if command.argv[0] not in ("bench", "selfcheck")]
-    unpaid = [command for command in quick if command.argv[0] != "judge"]  # what a judge said is kept before all else
+    quick = [command for command in COMMANDS if command.argv[0] != "doctor"]
+    unpaid = [
+        command for command in quick if "--judge" not in command.argv
+    ]  # what a judge said is kept before all else
     tries += [_without(command, "room", without_room, works) for command in unpaid]
     return tries + [_odd_name(command, name) for command in quick for name in ODD_NAMES]
 

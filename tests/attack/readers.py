@@ -67,11 +67,11 @@ class Reader:
 
 
 def _rows(shop: Shop, name: str) -> tuple[str, ...]:
-    return "datasets", name, "--show", "--model", str(shop.model)
+    return "list", "datasets", name, "--show", "--model", str(shop.model)
 
 
 def _longbench(shop: Shop, name: str) -> tuple[str, ...]:
-    return "datasets", "trec", "--show", "--data-dir", ".", "--model", str(shop.model)
+    return "list", "datasets", "trec", "--show", "--data-dir", ".", "--model", str(shop.model)
 
 
 def _head_scores(shop: Shop, name: str) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def _sweep(shop: Shop, name: str) -> tuple[str, ...]:
 
 def _bench(shop: Shop, name: str) -> tuple[str, ...]:
     good = Path(__file__).resolve().parents[2] / "docs" / "bench" / "cpu.json"
-    return "bench", "compare", name, str(good), "--json"
+    return "doctor", "bench", "compare", name, str(good), "--json"
 
 
 def _policy(shop: Shop, name: str) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def _summary(shop: Shop, name: str) -> tuple[str, ...]:
 
 
 def _trace(shop: Shop, name: str) -> tuple[str, ...]:
-    return "info", name
+    return "list", name
 
 
 def npz(**arrays: object) -> bytes:

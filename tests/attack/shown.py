@@ -164,7 +164,7 @@ def _of_rows(*argv: str, **fields: Callable[[str], Any]) -> Callable[[Shop, Path
     def prepare(shop: Shop, folder: Path, word: str) -> tuple[str, ...]:
         row = {"id": "a", "prompt": LONG, **{name: make(word) for name, make in fields.items()}}
         (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-        more = ("--model", str(shop.model)) if argv[0] == "datasets" else shop.small
+        more = ("--model", str(shop.model)) if argv[:2] == ("list", "datasets") else shop.small
         return *argv, *more
 
     return prepare
@@ -230,17 +230,17 @@ def _loose(outcome: Outcome, folder: Path, word: str) -> str | None:
     return flaw
 
 
-_SHOW = ("datasets", "rows.jsonl", "--show")
+_SHOW = ("list", "datasets", "rows.jsonl", "--show")
 _ANSWER = ("generate", "--dataset", "rows.jsonl", "--max-new-tokens", "2", "-o", "out")
 
 
 def places() -> dict[str, Place]:
     """Where words come in and come out."""
     return {
-        "info of a trace": Place(_of_trace("info"), _on_screen(0)),
-        "info of a trace with a failure": Place(_of_trace("info", failed=True), _on_screen(0)),
-        "info in JSON": Place(_of_trace("info", "--json"), _strict(lambda told: told["sample_ids"][0])),
-        "attributes in JSON": Place(_of_trace("info", "--json"), _strict(lambda told: told["attrs"]["device_name"])),
+        "info of a trace": Place(_of_trace("list"), _on_screen(0)),
+        "info of a trace with a failure": Place(_of_trace("list", failed=True), _on_screen(0)),
+        "info in JSON": Place(_of_trace("list", "--json"), _strict(lambda told: told["sample_ids"][0])),
+        "attributes in JSON": Place(_of_trace("list", "--json"), _strict(lambda told: told["attrs"]["device_name"])),
         "failures in JSON": Place(
             _of_trace("heads", "--json", "-o", "out", "--format", "svg", failed=True),
             _strict(lambda told: told["failed"]["f"].removeprefix("why ")),
@@ -280,9 +280,9 @@ def places() -> dict[str, Place]:
         "--compare": Place(_of_option("heads", "TRACE", "--compare=attention,WORD"), _loose),
         "a command": Place(_of_option("x WORD"), _refused),
         "an option": Place(_of_option("heads", "--x WORD"), _loose, lambda word: "=" not in word),
-        "a trace's path": Place(_of_option("info", "x WORD"), _refused, lambda word: "//" not in word),
+        "a trace's path": Place(_of_option("list", "x WORD"), _refused, lambda word: "//" not in word),
         "an error in JSON": Place(
-            _of_option("info", "--json", "xWORD"),
+            _of_option("list", "--json", "xWORD"),
             lambda outcome, folder, word: None if json.loads(outcome.out)["error"] else "no error",
         ),
     }

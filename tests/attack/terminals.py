@@ -14,7 +14,7 @@ from tests.attack.screens import Screen
 from tests.attack.shown import Place, places
 from tests.attack.shown import kept as screen_is_kept
 
-_ERROR = ("info", "none.h5")
+_ERROR = ("list", "none.h5")
 _SCREENS: dict[str, tuple[Screen, int | None]] = {
     **{f"COLUMNS={width}": (Screen({"COLUMNS": width}), 0) for width in ("0", "1", "7", "1000000", "-5", "x", "")},
     "ASCII": (Screen({"PYTHONIOENCODING": "ascii"}), 0),
@@ -70,8 +70,8 @@ def _kinds() -> list[Kind]:
         )
         for name, (screen, code) in _SCREENS.items()
         for argv in (
-            ("policies",),
-            ("info", "TRACE", "--json"),
+            ("list", "policies"),
+            ("list", "TRACE", "--json"),
             ("heads", "TRACE", "-o", "out", "--format", "svg"),
             _ERROR,
         )

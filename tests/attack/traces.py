@@ -42,7 +42,7 @@ class Reader:
 
 
 READERS = (
-    Reader(("info", _NAME, "--json")),
+    Reader(("list", _NAME, "--json")),
     Reader((_NAME,), module="tests.attack.trace_reading"),
     Reader(("heads", _NAME, *_LOOK)),
     Reader(("tokens", _NAME, "--json")),
@@ -52,7 +52,7 @@ READERS = (
     Reader((_NAME,), True, "tests.attack.trace_reading"),
     Reader(("bound-tightness", _NAME, *_LOOK)),
     Reader(("assumption", _NAME, *_LOOK)),
-    Reader(("info", _NAME, "--json"), True),
+    Reader(("list", _NAME, "--json"), True),
     Reader(("ablation", _NAME, *_LOOK)),
     Reader(("horizon", _NAME, *_LOOK)),
     Reader(("needle", _NAME, *_LOOK), True),

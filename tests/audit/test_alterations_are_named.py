@@ -90,5 +90,5 @@ def test_a_quantisation_is_named_by_bits_and_scale(bits: int) -> None:
 
 def test_another_heads_entries_are_found_to_the_bit() -> None:
     heads = torch.stack([entries(seed) for seed in range(3)])
-    assert kept_entries.alteration_of_head(heads[2].clone(), heads) == 2
-    assert kept_entries.alteration_of_head(heads[2] + 1e-6, heads) is None
+    assert kept_entries.matching_head(heads[2].clone(), heads) == 2
+    assert kept_entries.matching_head(heads[2] + 1e-6, heads) is None

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.analyses.audit.audit import AuditResult
+from perturbkv.analyses.audit.audit import Audit
 from perturbkv.auditing import positions_file
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import model
@@ -25,7 +25,7 @@ MORE = (5, 6, 7)
 KEPT = [[planted.positions(60, head).tolist() for head in range(2)] for _ in range(3)]
 
 
-def audited(path: Path, **more: Any) -> AuditResult:
+def audited(path: Path, **more: Any) -> Audit:
     asked = {"steps": 3, "losses": False, "progress": False, **more}
     return pk.audit(model("llama"), pk.Prompt("p", IDS, 0), path, **asked)
 

@@ -67,7 +67,7 @@ def test_the_shorter_row_of_a_batch_is_the_prompt_without_its_beginning() -> Non
     assert counted.positions(1).tolist() == [[25], [25]]
     block = situations.situation("block", ids, torch.arange(10), 3)
     assert [len(chunk) for chunk in block.chunks] == [8, 1, 1]
-    assert situations.needed(3, ["single", "block"]) == 10
+    assert situations.token_count(3, ["single", "block"]) == 10
 
 
 def test_masks_are_read_whether_they_are_truths_or_summands() -> None:

@@ -1,4 +1,4 @@
-"""`perturbkv bench report`: sizes of pages and times in a browser, each row what was found, or why it was not."""
+"""`perturbkv doctor bench report`: sizes of pages and times in a browser, or why a row has none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_without_a_browser_its_rows_say_so_and_nothing_failed(
     monkeypatch.setattr(report_pages, "_LARGE", LARGE)
     monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "chromium" else f"/bin/{name}")
     monkeypatch.setattr(browsing, "find_spec", lambda name: None)
-    ran = CliRunner().invoke(app, ["bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json"), "--json"])
+    ran = CliRunner().invoke(
+        app, ["doctor", "bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json"), "--json"]
+    )
     assert ran.exit_code == 0, ran.output
     report = rows.read(tmp_path / "r.json")
     told = {row.target.name: row.reason for row in report.rows}
@@ -72,7 +74,7 @@ def test_a_browser_that_fails_makes_the_command_fail(
         raise PerturbkvError(msg)
 
     monkeypatch.setattr(browsing, "change_times", fails)
-    ran = CliRunner().invoke(app, ["bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json")])
+    ran = CliRunner().invoke(app, ["doctor", "bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json")])
     assert ran.exit_code == 1
     document = json.loads((tmp_path / "r.json").read_text())
     reasons = {row["reason"] for row in document["rows"] if row["name"].startswith("report-change")}

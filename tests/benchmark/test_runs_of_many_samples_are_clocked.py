@@ -98,11 +98,11 @@ def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.Monk
 def test_the_command_shows_bounds_and_compare_reads_its_file(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     for path, samples in ((old, "20"), (new, "35")):
-        shown = CliRunner().invoke(app, ["bench", "scale", "--samples", samples, "--output", str(path)])
+        shown = CliRunner().invoke(app, ["doctor", "bench", "scale", "--samples", samples, "--output", str(path)])
         assert shown.exit_code == 0, shown.output
     for words in ("≥ 0.95", "≤ 3", "1.600", "falls short", "reached", "35 samples"):
         assert words in shown.stdout
-    compared = CliRunner().invoke(app, ["bench", "compare", str(old), str(new), "--json"])
+    compared = CliRunner().invoke(app, ["doctor", "bench", "compare", str(old), str(new), "--json"])
     assert compared.exit_code == 1
     found = json.loads(compared.stdout)
     assert [change["name"] for change in found["changes"] if change["regressed"]] == ["merging-memory"]
@@ -118,7 +118,7 @@ def test_the_command_shows_bounds_and_compare_reads_its_file(tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], told: str) -> None:
-    shown = CliRunner().invoke(app, ["bench", "scale", *words])
+    shown = CliRunner().invoke(app, ["doctor", "bench", "scale", *words])
     assert isinstance(shown.exception, PerturbkvError)  # which `main` prints, and leaves with 2
     assert told in str(shown.exception)
     assert "\n" not in str(shown.exception)
@@ -194,7 +194,7 @@ def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
 
 def test_merging_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PerturbkvError, match="merging failed: .*nothing.h5"):
-        many_workers._merged(tmp_path / "nothing.h5")
+        many_workers._time_merge(tmp_path / "nothing.h5")
 
 
 def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

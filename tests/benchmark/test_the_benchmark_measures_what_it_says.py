@@ -174,6 +174,8 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         return ANSWERS[name](**arguments)
 
     monkeypatch.setattr(suite, "in_process", answer)
+    spent = {"help": {"command": [0.2, 0.6], "import": [0.1, 0.3]}, "figure": {"command": [3.0], "import": [1.0]}}
+    monkeypatch.setattr(suite.startup, "seconds", lambda model, repeats: spent)
 
 
 @pytest.mark.usefixtures("answered")
@@ -185,7 +187,8 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
         "scores-11": pytest.approx(1.21), "presses-24": None,
         "peak-24": 1.2, "growth": 4.5, "norms-time": 0.5, "norms-memory": 0.05,
         "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "generation": 0.8,
-        "quality-12": 3.0, "triton-time": None, "triton-rate": None, "cuda-24": None, "cuda-decode": None,
+        "quality-12": 3.0, "startup-help": 2.0, "startup-figure": 3.0,
+        "triton-time": None, "triton-rate": None, "cuda-24": None, "cuda-decode": None,
     }  # fmt: skip
     verdicts = {row.target.name: row.verdict() for row in report.rows}
     assert verdicts["writing-200"] == "falls short"
@@ -204,7 +207,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(ANSWERS, "peaks", fail)
     path = tmp_path / "bench.json"
-    shown = CliRunner().invoke(app, ["bench", "--only", "peak-24", "--only", "growth", "--output", str(path)])
+    shown = CliRunner().invoke(app, ["doctor", "bench", "--only", "peak-24", "--only", "growth", "--output", str(path)])
     assert shown.exit_code == 1
     assert "peak-24: out of memory" in shown.stdout
     assert [(row.value, row.reason) for row in rows.read(path).rows] == [(None, "out of memory"), (4.5, "")]
@@ -213,7 +216,9 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("answered")
 def test_the_command_writes_what_it_shows_and_reads_it_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "bench.json"
-    shown = CliRunner().invoke(app, ["bench", "--only", "peak-24", "--only", "cuda-24", "--output", str(path)])
+    shown = CliRunner().invoke(
+        app, ["doctor", "bench", "--only", "peak-24", "--only", "cuda-24", "--output", str(path)]
+    )
     assert shown.exit_code == 0
     assert "1.200" in shown.stdout
     assert "cuda-24: needs a CUDA device" in shown.stdout
@@ -251,12 +256,14 @@ def test_comparing_leaves_with_1_only_where_something_regressed(tmp_path: Path) 
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(json.dumps(report(growth=4.0).to_dict()))
     new.write_text(json.dumps(report(growth=5.0).to_dict()))
-    worse = CliRunner().invoke(app, ["bench", "compare", str(old), str(new)])
+    worse = CliRunner().invoke(app, ["doctor", "bench", "compare", str(old), str(new)])
     assert worse.exit_code == 1
     assert "25% worse (!)" in worse.stdout
-    assert CliRunner().invoke(app, ["bench", "compare", str(new), str(old)]).exit_code == 0
-    assert CliRunner().invoke(app, ["bench", "compare", str(old), str(new), "--tolerance", "0.3"]).exit_code == 0
-    as_json = json.loads(CliRunner().invoke(app, ["bench", "compare", str(new), str(old), "--json"]).stdout)
+    assert CliRunner().invoke(app, ["doctor", "bench", "compare", str(new), str(old)]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["doctor", "bench", "compare", str(old), str(new), "--tolerance", "0.3"]).exit_code == 0
+    )
+    as_json = json.loads(CliRunner().invoke(app, ["doctor", "bench", "compare", str(new), str(old), "--json"]).stdout)
     assert as_json["changes"][0]["worse"] == pytest.approx(-0.2)
 
 
@@ -266,7 +273,7 @@ def test_what_cannot_be_measured_or_read_is_refused_in_one_line(tmp_path: Path) 
     for settings in ({"repeats": 0}, {"tokens": 1024}):
         with pytest.raises(ConfigError, match="--repeats must|--tokens must"):
             suite.Settings(**settings)
-    with pytest.raises(ConfigError, match="got nothing; make one with perturbkv bench"):
+    with pytest.raises(ConfigError, match="got nothing; make one with perturbkv doctor bench"):
         rows.read(tmp_path / "none.json")
     for text in ("{", "[]", '{"rows": [{}], "machine": {}, "settings": {}}', '{"rows": 3}'):
         (tmp_path / "bad.json").write_text(text)

@@ -24,7 +24,9 @@ def measured() -> Trace:
     configs: list[EvictionConfig] = []
     for budget in BUDGETS:
         configs += pk.grid(budget, selection=SELECTIONS, granularity="kv")
-    found = pk.measure(model, prompts, configs, steps=3, save_outputs=True, generate=6, progress=False)
+    found = pk.measure(
+        model, prompts, configs, settings=pk.Settings(steps=3, save=("outputs",), generate=6), progress=False
+    )
     assert isinstance(found, Trace)
     return found
 

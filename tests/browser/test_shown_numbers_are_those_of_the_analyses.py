@@ -59,7 +59,7 @@ def test_tiles_are_what_heads_finds_for_every_pair(shown: Any, kind: str, distan
         choose(shown, baseline=first, treatment=second, budget=str(budget))
         found = getattr(summarise(measured(), *sides(first, second, budget), distance=distance), kind)
         told = tiles(shown)
-        assert told["heads + / = / −"] == f"{found.improved_count} / {found.tied_count} / {found.worsened_count}"
+        assert told["heads + / = / −"] == f"{found.improved} / {found.tied} / {found.worsened}"
         assert told["Σ over the baseline’s"] == f"× {estimate(ratio(found.sum_ratio), found.sum_ratio_interval, ratio)}"
         share = f"{100 * found.better_share:.0f} %"
         assert told["heads better"] == estimate(share, found.better_share_interval, lambda end: f"{100 * end:.0f}")
@@ -67,7 +67,7 @@ def test_tiles_are_what_heads_finds_for_every_pair(shown: Any, kind: str, distan
 
 def test_some_heads_are_tied_there() -> None:
     """Otherwise the test above would not tell a page without ties from one with them."""
-    found = [summarise(measured(), *sides(*pair)).isolated.tied_count for pair in pairs()]
+    found = [summarise(measured(), *sides(*pair)).isolated.tied for pair in pairs()]
     assert max(found) > 0
 
 
@@ -76,7 +76,7 @@ def test_a_single_sample_is_that_sample(shown: Any) -> None:
     for place, sample in enumerate(measured().sample_ids[:2]):
         choose(shown, baseline="attention", treatment="two-stage", budget="96", measure="propagated", sample=sample)
         alone = summarise(measured().sel(sample=sample), first, second).propagated
-        counts = f"{alone.improved_count} / {alone.tied_count} / {alone.worsened_count}"
+        counts = f"{alone.improved} / {alone.tied} / {alone.worsened}"
         told = tiles(shown)
         assert (told["Σ over the baseline’s"], told["heads + / = / −"]) == (f"× {ratio(alone.sum_ratio)}", counts), (
             place
@@ -113,7 +113,7 @@ def test_hatched_cells_are_the_tied_heads(shown: Any) -> None:
     for first, second, budget in pairs()[:6]:
         choose(shown, baseline=first, treatment=second, budget=str(budget), measure="isolated", sample="")
         found = summarise(measured(), *sides(first, second, budget)).isolated
-        assert shown.page.locator("#map g.ties rect").count() == found.tied_count
+        assert shown.page.locator("#map g.ties rect").count() == found.tied
 
 
 def test_the_table_of_a_head_is_what_the_trace_holds(shown: Any) -> None:
@@ -207,7 +207,7 @@ def test_budgets_are_the_medians_of_kl_and_the_shares_of_tokens(shown: Any) -> N
     for curve in found:
         for place, config in enumerate(curve.configs):
             name = f"{config.selection.name}, budget {config.budget.value}\n"
-            kl, top1 = (float(curve.medians[quantity][place]) for quantity in ("kl", "top1"))
+            kl, top1 = (float(getattr(curve.medians, quantity)[place]) for quantity in ("kl", "top1"))
             for shown_value in (number(kl), f"{100 * top1:.0f}"):
                 assert any(one.startswith(f"{name}{shown_value} [") for one in told), (name, shown_value)
 
@@ -219,7 +219,7 @@ def test_the_ablation_is_that_of_the_analysis(shown: Any) -> None:
     assert setting.rows
     for row in setting.rows:
         for kind in ("isolated", "propagated"):
-            found = getattr(row.compared, kind)
+            found = getattr(row, kind)
             end = f"{kind}: × {estimate(ratio(found.sum_ratio), found.sum_ratio_interval, ratio)}"
             assert any(row.name in one and one.endswith(end) for one in told), (row.name, end)
 

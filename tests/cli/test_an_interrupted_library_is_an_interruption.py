@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from perturbkv.cli import main
+from perturbkv.cli.command_line import JsonRequest
 from perturbkv.cli.main import Ending
-from perturbkv.cli.option_routing import Asked
 from perturbkv.errors import InterruptedRunError, ModelError
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, app: object, terminated: bool = False) -> int:
     monkeypatch.setattr(main, "app", app)
-    return main._ran(Asked(), Ending(terminated))
+    return main._run(JsonRequest(), Ending(terminated))
 
 
 def loading(interrupted: bool) -> None:

@@ -37,7 +37,9 @@ def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]
 
 
 def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("restriction", *instead(tiny, "--budget", 80), "-o", "out", "--json", "--format", "pdf")
+    ran = perturbkv(
+        "ablation", "--restrictions", *instead(tiny, "--budget", 80), "-o", "out", "--json", "--format", "pdf"
+    )
     assert ran.code == 0, ran.err
     settings = ran.json()["settings"]
     assert [setting["baseline"]["selection"] for setting in settings] == ["attention", "two-stage"]
@@ -47,11 +49,11 @@ def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run
         held = {row["name"]: row["held_over_full_treatment"] for row in setting["rows"]}
         assert held["layer"] == setting["rows"][0]["held_over_full_baseline"] >= held["kv(block=16)"]
         assert held["layer(block=16)"] == held["kv(block=16)"]
-    assert Path("out/restriction.pdf").exists()
+    assert Path("out/ablation-restrictions.pdf").exists()
 
 
 def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("split", *tiny, "-o", "out", "--json", "--format", "pdf")
+    ran = perturbkv("question", "split", *tiny, "-o", "out", "--json", "--format", "pdf")
     assert ran.code == 0, ran.err
     told = ran.json()
     names = ["attention", "two-stage", "attention-unpooled", "two-stage-uniform", "random"]
@@ -64,34 +66,36 @@ def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list
 
 
 def test_the_help_of_split_names_its_corrections(perturbkv: Run) -> None:
-    told = " ".join(perturbkv("split", "--help").out.split())
+    told = " ".join(perturbkv("question", "split", "--help").out.split())
     assert "[corrected, corrected(mass=linear), corrected-oracle]" in told
 
 
 def test_sides_and_corrections_of_a_split_are_chosen(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*tiny, "--compare", "two-stage,random", "--correction", "corrected", "--dry-run", "--json"]
-    told = [one["config"] for one in perturbkv("split", *asked).json()["kept"]]
+    told = [one["config"] for one in perturbkv("question", "split", *asked).json()["kept"]]
     assert [(one["selection"], one.get("correction")) for one in told] == [
         ("two-stage", None),
         ("random", None),
         ("two-stage", "corrected(mass=stored)"),
         ("random", "corrected(mass=stored)"),
     ]
-    assert perturbkv("split", *asked, "--correction", "none").code == 0
-    ran = perturbkv("split", *tiny, "--policy", "streaming-llm(positions=in-cache)", "--compare", "position,random")
+    assert perturbkv("question", "split", *asked, "--correction", "none").code == 0
+    ran = perturbkv(
+        "question", "split", *tiny, "--policy", "streaming-llm(positions=in-cache)", "--compare", "position,random"
+    )
     assert ran.code == 2 and ran.err.count("\n") == 1
 
 
 def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*instead(tiny, "--budget", 80), "--policy", "adakv"]
-    told = perturbkv("restriction", *asked, "--dry-run", "--json").json()
+    told = perturbkv("ablation", "--restrictions", *asked, "--dry-run", "--json").json()
     assert [one["config"]["granularity"] for one in told["kept"][::2]] == [
         "kv",
         "kv(block=16)",
         "kv(block=32)",
         "query",
     ]
-    ran = perturbkv("restriction", *asked, "--granularity", "layer", "-o", "out")
+    ran = perturbkv("ablation", "--restrictions", *asked, "--granularity", "layer", "-o", "out")
     assert ran.code == 2
     assert "policy 'adakv' shares budgets out by head, and granularity 'layer' keeps one set" in ran.err
 

@@ -81,75 +81,73 @@ def test_long_answers_to_chats_are_followed_and_gone_on_with(
 
 
 def test_where_answers_part_is_shown_drawn_and_written(perturbkv: Run, made: Path) -> None:
-    ran = perturbkv("divergence", made, "--format", "png")
+    ran = perturbkv("quality", "--divergence", made, "--format", "png")
     assert ran.code == 0, ran.err
     assert narrow(ran.out), ran.out
-    for told in (
-        "Answers of their own",
-        "Reading the full cache's answer",
-        "compressed again above 40",
-        "Everything kept",
-    ):
-        assert told in " ".join(ran.out.split())
-    document = json.loads(Path("out/divergence.json").read_text())
-    assert document["figures"] == ["out/divergence.png"]
+    for heading in ("first", "ROUGE", "KL"):
+        assert heading in ran.out
+    document = json.loads(Path("out/quality-divergence.json").read_text())
+    assert document["figures"] == ["out/quality-divergence.png"]
     assert document["samples"] == ["c0", "c1"]
-    again = perturbkv("divergence", made, "--format", "png", "--json")  # what is ours is replaced
+    again = perturbkv("quality", "--divergence", made, "--format", "png", "--json")  # what is ours is replaced
     assert again.json()["configs"] == document["configs"]
-    Path("out/divergence.json").write_text("my own")
-    kept = perturbkv("divergence", made)
-    assert (kept.code, "expected no file at out/divergence.json" in kept.err) == (2, True)
-    assert Path("out/divergence.json").read_text() == "my own"
-    assert perturbkv("divergence", made, "--overwrite").code == 0
+    Path("out/quality-divergence.json").write_text("my own")
+    kept = perturbkv("quality", "--divergence", made)
+    assert (kept.code, "expected a result of quality-divergence at out/quality-divergence.json" in kept.err) == (
+        2,
+        True,
+    )
+    assert Path("out/quality-divergence.json").read_text() == "my own"
+    assert perturbkv("quality", "--divergence", made, "--overwrite").code == 0
 
 
 def test_a_judge_is_asked_once_and_what_it_said_stays(perturbkv: Run, made: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    options = ["--command", f"{planted_judge('length')} '{log}'", "--scale", "0,1000", "--format", "png"]
-    ran = perturbkv("judge", made, *options)
+    options = ["--judge", f"{planted_judge('length')} '{log}'", "--scale", "0,1000", "--format", "png"]
+    ran = perturbkv("quality", made, *options)
     assert ran.code == 0, ran.err
     assert narrow(ran.out), ran.out
-    assert "mean score" in " ".join(ran.out.split())
+    assert "full cache" in ran.out
     assert len(log.read_text().splitlines()) == 6
-    again = perturbkv("judge", made, *options, "--json")
+    again = perturbkv("quality", made, *options, "--json")
     assert again.code == 0, again.err
-    assert again.json()["full"] == json.loads(Path("out/judge.json").read_text())["full"]
+    assert again.json()["full"] == json.loads(Path("out/quality-judge.json").read_text())["full"]
     assert len(log.read_text().splitlines()) == 6
-    pairs = perturbkv("judge", made, "--command", planted_judge("longer"), "--pairwise", "-o", "pairs")
+    pairs = perturbkv("quality", made, "--judge", planted_judge("longer"), "--pairwise", "-o", "pairs")
     assert pairs.code == 0, pairs.err
     assert narrow(pairs.out), pairs.out
     assert "The answer shown first won" in " ".join(pairs.out.split())
 
 
 def test_what_came_from_a_judge_that_failed_is_there_the_next_time(perturbkv: Run, made: Path) -> None:
-    failed = perturbkv("judge", made, "--command", planted_judge("half"))
+    failed = perturbkv("quality", made, "--judge", planted_judge("half"))
     assert failed.code == 2
     assert failed.err.splitlines()[-1].startswith("error: expected a judge that ends with exit code 0, got 1: no c")
     assert "\x1b" not in failed.err
-    assert not Path("out/judge.json").exists()
+    assert not Path("out/quality-judge.json").exists()
     assert len(Path("out/judgements.jsonl").read_text().splitlines()) == 1 + 3
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--command", "true", "--seed", "1"], "--seed has no effect here: it needs --pairwise"),
-        (["--command", "true", "--pairwise", "--scale", "1,2"], "--scale has no effect here"),
-        (["--command", "true", "--scale", "1"], "--scale takes the least and the largest score"),
-        (["--command", "true", "--scale", "2,1"], "the least and the largest score, such as 1,10; got"),
-        (["--command", "true", "--time-limit", "0"], "(--time-limit) must be a number of seconds above 0"),
-        (["--command", "'"], "No closing quotation"),
+        (["--judge", "true", "--seed", "1"], "--seed has no effect here: it needs --pairwise"),
+        (["--judge", "true", "--pairwise", "--scale", "1,2"], "--scale has no effect here"),
+        (["--judge", "true", "--scale", "1"], "--scale takes the least and the largest score"),
+        (["--judge", "true", "--scale", "2,1"], "the least and the largest score, such as 1,10; got"),
+        (["--judge", "true", "--time-limit", "0"], "(--time-limit) must be a number of seconds above 0"),
+        (["--judge", "'"], "No closing quotation"),
         (
-            ["--command", "true"],
+            ["--judge", "true"],
             "which perturbkv generate writes, at none.jsonl, got nothing; give another file",
         ),
-        ([], "Missing option '--command'"),
+        ([], "--divergence and --judge look at a file of answers"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused_and_nothing_is_written(
     perturbkv: Run, words: list[str], told: str
 ) -> None:
-    ran = perturbkv("judge", "none.jsonl", *words)
+    ran = perturbkv("quality", "none.jsonl", *words)
     assert ran.code == 2
     assert told in ran.err
     assert len(ran.err.splitlines()) == 1

@@ -77,7 +77,7 @@ def test_each_data_set_has_a_trace_and_all_have_tables(
         run = read_run(Path(f"out/{name}/trace.h5"))
         assert (run.samples, run.generate) == (samples, 3)
         assert [one.selection.name for one in run.configs] == ["attention", "two-stage"]
-    again = perturbkv("quality", "--trace", "out/first/trace.h5", "--trace", "out/second/trace.h5", "-o", "b", "--json")
+    again = perturbkv("quality", "out/first/trace.h5", "out/second/trace.h5", "-o", "b", "--json")
     assert again.code == 0, again.err
     document = again.json()
     for key in ("datasets", "kinds", "average", "configs"):
@@ -220,14 +220,14 @@ def test_traces_that_do_not_belong_together_are_one_line(perturbkv: Run) -> None
     full, rows = [1.0, 0.5], [[1.0, 0.5, 0.0], [0.5, 0.5, 0.0]]
     graded("qasper", full, rows).save("a.h5")
     graded("trec", full, rows, model="other").save("b.h5")
-    ran = perturbkv("quality", "--trace", "a.h5", "--trace", "b.h5", "-o", "out")
+    ran = perturbkv("quality", "a.h5", "b.h5", "-o", "out")
     assert (ran.code, len(ran.err.splitlines())) == (2, 1)
     assert "expected traces of one model, got m in a.h5 and other in b.h5" in ran.err
-    twice = perturbkv("quality", "--trace", "a.h5", "--trace", "a.h5")
+    twice = perturbkv("quality", "a.h5", "a.h5")
     assert twice.code == 2
-    made = perturbkv("quality", "--trace", "a.h5", "--dataset", "needle")
+    made = perturbkv("quality", "a.h5", "--dataset", "needle")
     assert "--dataset has no effect on a finished trace, and a.h5 is one" in made.err
-    assert perturbkv("quality", "--trace", "nothing.h5").code == 2
+    assert perturbkv("quality", "nothing.h5").code == 2
     assert not list(Path().glob("quality.*"))
 
 
@@ -236,14 +236,14 @@ def test_failed_samples_are_told_and_a_data_set_without_any_other_is_left_out(pe
     graded("qasper", full, rows, failures={"bad": "NaN in 'bad'"}).save("a.h5")
     whole = graded("trec", full, rows)
     replace(whole, failures={"s0": "NaN in 's0'", "s1": "NaN in 's1'"}).save("b.h5")
-    ran = perturbkv("quality", "--trace", "a.h5", "--trace", "b.h5", "-o", "out", "--json")
+    ran = perturbkv("quality", "a.h5", "b.h5", "-o", "out", "--json")
     assert (ran.code, "failed: NaN in 'bad'" in ran.err) == (1, True), ran.err
     assert "left out: every sample of trec failed, see b.h5" in ran.err
     assert [(one["name"], one["failed"]) for one in ran.json()["datasets"]] == [("qasper", 1)]
     graded("lcc", full, rows).save("c.h5")
-    assert perturbkv("quality", "--trace", "c.h5", "--trace", "b.h5", "-o", "other").code == 1
-    assert perturbkv("quality", "--trace", "c.h5", "-o", "whole").code == 0
-    none = perturbkv("quality", "--trace", "b.h5", "-o", "none")
+    assert perturbkv("quality", "c.h5", "b.h5", "-o", "other").code == 1
+    assert perturbkv("quality", "c.h5", "-o", "whole").code == 0
+    none = perturbkv("quality", "b.h5", "-o", "none")
     assert (none.code, "all 2 samples of b.h5 failed" in none.err) == (1, True), none.err
 
 
@@ -265,7 +265,7 @@ def test_a_notebook_says_what_the_command_says(perturbkv: Run) -> None:
     full, rows = [1.0, 0.5, 0.25], [[1.0, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.25, 0.0]]
     for name in ("qasper", "trec"):
         graded(name, full, rows).save(f"{name}.h5")
-    ran = perturbkv("quality", "--trace", "qasper.h5", "--trace", "trec.h5", "-o", "out", "--format", "png")
+    ran = perturbkv("quality", "qasper.h5", "trec.h5", "-o", "out", "--format", "png")
     result = pk.quality([pk.read_trace("qasper.h5"), pk.read_trace("trec.h5")])
     said = " ".join(ran.out.split())
     assert said.startswith(" ".join(result.conclusion().split()))

@@ -1,4 +1,4 @@
-"""`perturbkv bytes`, and few bits as an option of every command that makes a trace."""
+"""`perturbkv budget --bytes`, and few bits as an option of every command that makes a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def asked(model: Path, tmp_path: Path) -> list[object]:
 
 def test_a_budget_of_bytes_is_filled_with_entries(perturbkv: Run, asked: list[object]) -> None:
     """One prefill a sample: every number of bits at every budget, everything in few bits, and answers of all."""
-    ran = perturbkv("bytes", *asked, "--answers", "--max-new-tokens", 3, "-o", "out", "--json", "--format", "png")
+    ran = perturbkv(
+        "budget", "--bytes", *asked, "--answers", "--max-new-tokens", 3, "-o", "out", "--json", "--format", "png"
+    )
     assert ran.code == 0, ran.err
     told, trace = ran.json(), read_trace(Path("out/trace.h5"))
     for one in told["settings"]:
@@ -42,23 +44,23 @@ def test_a_budget_of_bytes_is_filled_with_entries(perturbkv: Run, asked: list[ob
     assert all(row["held"] == 1 and row["kind"] == "quantised" for row in told["everything"])
     assert len(told["settings"]) == 2 * 3
     assert set(told["bytes_over_full"]) == set(trace.run.labels())
-    assert json.loads(Path("out/summary.json").read_text())["analyses"]["bytes"]["settings"] == told["settings"]
-    assert Path("out/bytes.png").exists()
+    assert json.loads(Path("out/summary.json").read_text())["analyses"]["budget-bytes"]["settings"] == told["settings"]
+    assert Path("out/budget-bytes.png").exists()
 
 
 def test_a_finished_trace_is_enough(perturbkv: Run, asked: list[object]) -> None:
-    perturbkv("bytes", *asked, "--bits", 4, "--budget", 0.3, "-o", "out")
-    ran = perturbkv("bytes", "out/trace.h5", "-o", "again")
+    perturbkv("budget", "--bytes", *asked, "--bits", 4, "--budget", 0.3, "-o", "out")
+    ran = perturbkv("budget", "--bytes", "out/trace.h5", "-o", "again", "--explain")
     assert ran.code == 0, ran.err
-    assert "everything kept, in few bits" in ran.out and "the full cache's answers" not in ran.out
-    others = perturbkv("heads", "out/trace.h5", "-o", "again")
+    assert "b=1.0 quantise(bits=4)" in ran.out and "the full cache's answers" not in ran.out
+    others = perturbkv("heads", "out/trace.h5", "-o", "again", "--explain")
     assert "what is stored: bytes over those of the full cache in 16 bits" in others.out, others.err
 
 
 def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object]) -> None:
     """The configuration is the one that any other command has: what it keeps and loses is the same."""
     few = ["--budget", 0.3, "--granularity", "kv"]
-    perturbkv("bytes", *asked, *few, "-o", "out")
+    perturbkv("budget", "--bytes", *asked, *few, "-o", "out")
     perturbkv("trace", *asked, *few, "--selection", "attention", "--selection", "two-stage", "-o", "plain.h5")
     out, plain = read_trace(Path("out/trace.h5")), read_trace(Path("plain.h5"))
     places = [out.run.configs.index(config) for config in plain.run.configs]
@@ -83,7 +85,10 @@ def test_precisions_sweep_like_other_choices(perturbkv: Run, asked: list[object]
     [
         (["--bits", 3], "--bits takes 16, 8, 4, 2, got 3"),
         (["--bits", 16], "--bits takes 8, 4 or 2 to hold against 16, which is measured anyway; got 16 alone"),
-        (["--precision", "quantise"], "--precision has no effect on bytes: it measures several, which --bits names"),
+        (
+            ["--precision", "quantise"],
+            "--precision has no effect on budget --bytes: it measures several, which --bits names",
+        ),
         (["--max-new-tokens", 5], "without --answers it has no effect; give both"),
         (["--answers", "--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
         (["--policy", "h2o", "--compare", "nothing"], "unknown selection 'nothing'"),
@@ -92,7 +97,7 @@ def test_precisions_sweep_like_other_choices(perturbkv: Run, asked: list[object]
 def test_what_cannot_be_asked_is_one_line(
     perturbkv: Run, asked: list[object], options: list[object], said: str
 ) -> None:
-    ran = perturbkv("bytes", *asked, *options, "-o", "out")
+    ran = perturbkv("budget", "--bytes", *asked, *options, "-o", "out")
     assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 1
     assert not Path("out").exists()
 
@@ -122,14 +127,14 @@ def test_generate_says_what_its_caches_take(perturbkv: Run, tiny: list[object]) 
 
 
 def test_the_help_fits(perturbkv: Run) -> None:
-    lines = perturbkv("bytes", "--help").out.splitlines()
+    lines = perturbkv("budget", "--bytes", "--help").out.splitlines()
     assert len(lines) <= 60 and max(map(len, lines)) <= 80
 
 
 def test_what_looks_at_answers_tells_bytes_too(perturbkv: Run, tiny: list[object]) -> None:
     few = ["--precision", "full", "--precision", "quantise(bits=2)", "--selection", "attention", "--divergence"]
     perturbkv("generate", *tiny, *few, "--max-new-tokens", 3, "-o", "out")
-    ran = perturbkv("divergence", "out/generation.jsonl", "--format", "png")
+    ran = perturbkv("quality", "--divergence", "out/generation.jsonl", "--format", "png", "--explain")
     assert "what is stored: bytes over those of the full cache in 16 bits" in ran.out, ran.err
     rows = [json.loads(line) for line in Path("out/generation.jsonl").read_text().splitlines()[1:]]
     for row in rows:

@@ -77,9 +77,9 @@ def test_trace_writes_where_it_is_told_and_info_reads_it(perturbkv: Run, tiny: l
     made = perturbkv("trace", *tiny, "--selection", "value", "--save", "outputs", "--steps", 2, "-o", "t.h5", "--json")
     assert made.code == 0, made.err
     assert made.json()["samples"] == ["p0", "p1"]
-    told = perturbkv("info", "t.h5", "--json").json()
+    told = perturbkv("list", "t.h5", "--json").json()
     assert told["variables"]["head_output"]["shape"] == [2, 1, 2, 2, 4, 8]
-    assert "head_output" in perturbkv("info", "t.h5").out
+    assert "head_output" in perturbkv("list", "t.h5").out
 
 
 def test_the_default_folder_names_time_model_and_dataset(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
@@ -142,22 +142,22 @@ def test_a_gguf_file_is_converted_once_and_doctor_says_where_it_is(
     assert found.startswith(f"{tmp_path / 'cache'} (1 model, ")
 
 
-@pytest.mark.parametrize("command", ["models", "datasets", "policies", "doctor"])
+@pytest.mark.parametrize("command", ["list models", "list datasets", "list policies", "doctor"])
 def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None:
-    table = perturbkv(command)
+    table = perturbkv(*command.split())
     assert table.code == 0
     assert all(len(line) <= 80 for line in table.out.splitlines())
     assert "…" not in table.out
-    assert len(perturbkv(command, "--json").json()) > 1
+    assert len(perturbkv(*command.split(), "--json").json()) > 1
 
 
 def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
-    told = perturbkv("models", "--json").json()["models"]
+    told = perturbkv("list", "models", "--json").json()["models"]
     assert [row["alias"] for row in told] == list(ALIASES)
     assert [row["alias"] for row in told if row["default"]] == [DEFAULT]
-    assert f"{DEFAULT} (default)" in perturbkv("models").out
+    assert f"{DEFAULT} (default)" in perturbkv("list", "models").out
 
 
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:
@@ -180,7 +180,7 @@ def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch
         ran = perturbkv("heads", *tiny, "-o", "out")
     assert ran.code == 130
     assert "1 of 2 samples are kept beside out/trace.h5; run the same command with --output out" in ran.err
-    assert perturbkv("info", "out/trace.h5").code == 2
+    assert perturbkv("list", "out/trace.h5").code == 2
     assert "1 of 2 samples are there already" in perturbkv("heads", *tiny, "-o", "out").err
 
 
@@ -203,7 +203,9 @@ def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_pat
 
 def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "_SEVEN_B", {"d_model": 1024, "heads": 8, "kv_heads": 2})
-    ran = perturbkv("bench", "--only", "norms-memory", "--only", "triton-time", "--repeats", 1, "-o", "out/bench.json")
+    ran = perturbkv(
+        "doctor", "bench", "--only", "norms-memory", "--only", "triton-time", "--repeats", 1, "-o", "out/bench.json"
+    )
     assert ran.code == 0, ran.err
     assert all(len(line) <= 80 for line in ran.out.splitlines())
     measured, other = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
@@ -211,7 +213,7 @@ def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, m
     assert measured["value"] == pytest.approx(details["extra_bytes"] / details["base_extra_bytes"])
     assert measured["value"] < 0.5
     assert other["name"] == "triton-time"
-    assert perturbkv("bench", "compare", "out/bench.json", "out/bench.json").code == 0
+    assert perturbkv("doctor", "bench", "compare", "out/bench.json", "out/bench.json").code == 0
 
 
 def test_bench_refuses_before_it_measures(perturbkv: Run, tmp_path: Path) -> None:
@@ -219,9 +221,9 @@ def test_bench_refuses_before_it_measures(perturbkv: Run, tmp_path: Path) -> Non
         (["--only", "speed"], "unknown benchmark row 'speed'"),
         (["--tokens", 512], "--tokens must exceed the largest budget"),
         (["--device", "cuda:7"], "device 'cuda:7' is not there"),
-        (["compare", "a.json", "b.json"], "got nothing; make one with perturbkv bench"),
+        (["compare", "a.json", "b.json"], "got nothing; make one with perturbkv doctor bench"),
     ):
-        ran = perturbkv("bench", *arguments)
+        ran = perturbkv("doctor", "bench", *arguments)
         assert ran.code == 2
         assert words in ran.err
         assert ran.err.count("\n") == 1

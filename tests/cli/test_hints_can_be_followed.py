@@ -65,10 +65,10 @@ def test_the_cut_that_a_sliding_window_leaves_is_taken(
 
 
 def test_head_scores_names_an_option_that_it_has(perturbkv: Run, model: Path) -> None:
-    ran = perturbkv("head-scores", "--model", model, "--samples", 1, "--length", 510)
+    ran = perturbkv("trace", "--head-scores", "s.json", "--model", model, "--samples", 1, "--length", 510)
     length = suggested(ran, "--length")
     assert "--max-tokens" not in ran.err
-    again = perturbkv("head-scores", "--model", model, "--samples", 1, "--length", length)
+    again = perturbkv("trace", "--head-scores", "s.json", "--model", model, "--samples", 1, "--length", length)
     assert "positions" not in again.err
 
 
@@ -127,8 +127,11 @@ def test_a_list_of_nothing_is_not_taken_for_the_default(perturbkv: Run, hidden: 
 
 def test_the_selfcheck_refuses_sizes_before_it_checks(perturbkv: Run) -> None:
     for option, value in (("--samples", 0), ("--length", 5), ("--entries", 0), ("--entries", 2**30)):
-        refused(perturbkv("selfcheck", "--device", "cpu", option, value), str(value))
+        refused(perturbkv("doctor", "selfcheck", "--device", "cpu", option, value), str(value))
 
 
 def test_a_tolerance_is_finite(perturbkv: Run) -> None:
-    refused(perturbkv("bench", "compare", "a.json", "b.json", "--tolerance", "inf"), "--tolerance must be a finite")
+    refused(
+        perturbkv("doctor", "bench", "compare", "a.json", "b.json", "--tolerance", "inf"),
+        "--tolerance must be a finite",
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from perturbkv.benchmark import many_samples, report_pages, suite
-from perturbkv.cli.commands import trace
+from perturbkv.cli.commands import head_scores
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
 from perturbkv.selfcheck import checks
@@ -31,6 +31,9 @@ ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+?) \| .+ \|$", re.MULTILINE)
 ALSO = re.compile(r"^All keys of `([^`]+)`, and:$", re.MULTILINE)
 PLAIN: dict[str, Any] = {"text": str, "integer": int, "number": int | float | None, "boolean": bool, "any": object}
 Page = dict[str, dict[str, str]]
+SHARED = ("every document", "every analysis", "about answers", "of a trace", "of several traces", "of measurements",
+          "of an audit", "outcome")  # fmt: skip
+"""Sections whose keys stand in documents of other sections."""
 ELSEWHERE = {
     ("provenance", "kvpress_version"): "kvpress needs an older transformers; tests/kvpress hold it in one of their own",
 }
@@ -39,12 +42,14 @@ ELSEWHERE = {
 
 def read_page(text: str) -> Page:
     """Heading -> key -> type, of every table; the keys of the section that it names come first."""
-    page: Page = {}
     sections = re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]
-    for section in sections:
-        inherited = {key: kind for name in ALSO.findall(section) for key, kind in page[name].items()}
-        page[section.partition("\n")[0]] = inherited | dict(ROW.findall(section))
-    return page
+    own = {section.partition("\n")[0]: section for section in sections}
+
+    def keys(name: str) -> dict[str, str]:
+        inherited = {key: kind for base in ALSO.findall(own[name]) for key, kind in keys(base).items()}
+        return inherited | dict(ROW.findall(own[name]))
+
+    return {name: keys(name) for name in own}
 
 
 class Walk:
@@ -92,29 +97,41 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "trace": ["trace", *tiny, "-o", "t.h5"],
         "trace --shard": ["trace", *tiny, "-o", "s.h5", "--shard", "1/2"],
         "merge": ["merge", "t.h5"],
-        "info": ["info", "t.h5"],
+        "list FILE": ["list", "t.h5"],
         "export": ["export", "t.h5", "-o", "t.csv"],
         "tokens": ["tokens", "t.h5"],
         "report": ["report", "t.h5"],
         **of_answers(tiny),
         "dry run": ["heads", *tiny, "--dry-run", "-o", "dry", "--shard", "1/2"],
-        "head-scores": ["head-scores", *own, "-o", "s.json"],
-        "models": ["models"],
-        "datasets": ["datasets"],
-        "datasets NAME": ["datasets", "trec"],
-        "datasets NAME --show": ["datasets", data, "--show", *own, "--tokens", 5],
-        "policies": ["policies"],
-        "policies NAME": ["policies", "adakv"],
+        "trace --head-scores": ["trace", "--head-scores", "s.json", *own],
+        "list models": ["list", "models"],
+        "list datasets": ["list", "datasets"],
+        "list datasets NAME": ["list", "datasets", "trec"],
+        "list datasets NAME --show": ["list", "datasets", data, "--show", *own, "--tokens", 5],
+        "list policies": ["list", "policies"],
+        "list policies NAME": ["list", "policies", "adakv"],
         "doctor": ["doctor"],
-        "bench": ["bench", "--only", "norms-memory", "--repeats", 1, "-o", "bench.json"],
-        "bench scale": ["bench", "scale", "--only", "merging-memory", "-o", "scale.json"],
-        "bench report": ["bench", "report", "--only", "report-small", "-o", "report.json"],
-        "bench compare": ["bench", "compare", "bench.json", "bench.json"],
-        "selfcheck": ["selfcheck", "--device", "cpu", *small],
-        "regret": ["regret", *tiny, "--heads", 2, "--proven", 1, "-o", "regret", "--format", "png"],
-        "swap": ["swap", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
-        "swap --dry-run": ["swap", *tiny, "--dry-run"],
-        "alpha --kl": ["alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
+        "doctor bench": ["doctor", "bench", "--only", "norms-memory", "--repeats", 1, "-o", "bench.json"],
+        "doctor bench scale": ["doctor", "bench", "scale", "--only", "merging-memory", "-o", "scale.json"],
+        "doctor bench report": ["doctor", "bench", "report", "--only", "report-small", "-o", "report.json"],
+        "doctor bench compare": ["doctor", "bench", "compare", "bench.json", "bench.json"],
+        "doctor selfcheck": ["doctor", "selfcheck", "--device", "cpu", *small],
+        "question regret": [
+            "question",
+            "regret",
+            *tiny,
+            "--heads",
+            2,
+            "--proven",
+            1,
+            "-o",
+            "regret",
+            "--format",
+            "png",
+        ],
+        "question patching": ["question", "patching", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
+        "question patching --dry-run": ["question", "patching", *tiny, "--dry-run"],
+        "question alpha --kl": ["question", "alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "error": ["heads", "nothere.h5"],
     }
@@ -123,8 +140,8 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
 def of_answers(tiny: list[object]) -> dict[str, list[object]]:
     """Those that write answers and look at them."""
     file, png = "out/generation.jsonl", ["--format", "png"]
-    score = ["--command", planted_judge("length"), "--scale", "0,1000"]
-    pair = ["--command", planted_judge("longer"), "--pairwise", "-o", "pairs"]
+    score = ["--judge", planted_judge("length"), "--scale", "0,1000"]
+    pair = ["--judge", planted_judge("longer"), "--pairwise", "-o", "pairs"]
     return {
         "generate": [
             "generate",
@@ -139,9 +156,9 @@ def of_answers(tiny: list[object]) -> dict[str, list[object]]:
             "-o",
             "out",
         ],
-        "divergence": ["divergence", file, *png],
-        "judge": ["judge", file, *score, *png],
-        "judge --pairwise": ["judge", file, *pair, *png],
+        "quality --divergence": ["quality", file, "--divergence", *png],
+        "quality --judge": ["quality", file, *score, *png],
+        "quality --judge --pairwise": ["quality", file, *pair, *png],
     }
 
 
@@ -150,7 +167,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models, head scores, kernels and what the benchmark measures as small as a test can wait for."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    monkeypatch.setattr(trace, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
+    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
     monkeypatch.setattr(many_samples, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
     monkeypatch.setattr(report_pages, "_SMALL", {"samples": 1, "layers": 1, "heads": 1})
     monkeypatch.setattr(suite, "in_process", lambda work, **asked: {"extra": 2})
@@ -159,7 +176,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stable() -> dict[str, Trace]:
     """Two traces of one model, and one of another."""
-    one = asked_of("stability")
+    one = asked_of("question stability")
     other = dataclasses.replace(one.run, model="another")
     return {"a.h5": one, "b.h5": dataclasses.replace(one, digest="b"),
             "c.h5": dataclasses.replace(one, digest="c", run=other)}  # fmt: skip
@@ -183,9 +200,19 @@ def documents(
     several = stable()
     monkeypatch.setattr(trace_file, "read_trace", lambda path: several[path.name])
     with undrawn():
-        told = perturbkv("stability", *several, *ANALYSES["stability"], "-o", "several", "--format", "png", "--json")
-    found["stability"] = told.json()
-    found["summary.json"] = json.loads(Path("analyses/bytes/summary.json").read_text())
+        told = perturbkv(
+            "question",
+            "stability",
+            *several,
+            *ANALYSES["question stability"],
+            "-o",
+            "several",
+            "--format",
+            "png",
+            "--json",
+        )
+    found["question stability"] = told.json()
+    found["summary.json"] = json.loads(Path("analyses/budget --bytes/summary.json").read_text())
     return found
 
 
@@ -196,9 +223,7 @@ def test_every_key_of_every_document_stands_on_the_page_with_its_type(documents:
         walk.thing(document, section, section)
     assert walk.wrong == []
     rows = {(section, key) for section, keys in walk.page.items() for key in keys}
-    shared = {
-        (section, key) for section, key in rows if section in ("every document", "every analysis", "about answers")
-    }
+    shared = {(section, key) for section, key in rows if section in SHARED}
     assert rows - walk.seen - shared == set(ELSEWHERE)  # nothing else stands there that no command prints
 
 

@@ -1,4 +1,4 @@
-"""`perturbkv swap` from the command line: what it leaves, what it tells beforehand, and what it refuses."""
+"""`perturbkv question patching`: what it leaves, what it tells beforehand, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
-from perturbkv.configs.patching import SwapConfig, layers_told, parse_layers
+from perturbkv.configs.patching import PatchingConfig, parse_layers
 from perturbkv.errors import ConfigError
 from tests.support.folders import model_folder
 
@@ -24,11 +24,11 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_leaves_numbers_a_figure_and_what_was_measured(perturbkv: Run, tiny: list[object], data: Path) -> None:
-    ran = perturbkv("swap", *tiny, "--treatment-in", 0, "--json", "-o", "out", "--format", "pdf")
+    ran = perturbkv("question", "patching", *tiny, "--treatment-in", 0, "--json", "-o", "out", "--format", "pdf")
     assert ran.code == 0, ran.err
     document = ran.json()
-    assert {path.name for path in Path("out").iterdir()} == {"swap.jsonl", "swap.json", "swap.pdf"}
-    assert json.loads(Path("out/swap.json").read_text()) == document
+    assert {path.name for path in Path("out").iterdir()} == {"swap.jsonl", "patching.json", "patching.pdf"}
+    assert json.loads(Path("out/patching.json").read_text()) == document
     assert [one["mixture"] for one in document["named"]] == ["tt", "tb"]
     assert document["shapley"]["coalitions"] == 4 and document["shapley"]["permutations"] == 0
     assert document["shapley"]["sum"] == pytest.approx(document["shapley"]["everybody"])
@@ -36,17 +36,17 @@ def test_it_leaves_numbers_a_figure_and_what_was_measured(perturbkv: Run, tiny: 
     assert whole["propagated"]["sum_ratio"] == pytest.approx(document["named"][0]["propagated"]["sum_ratio"], rel=1e-6)
     assert whole["propagated"]["better_share"] == document["named"][0]["propagated"]["better_share"]
     before = Path("out/swap.jsonl").read_bytes()
-    again = perturbkv("swap", *tiny, "--outcome", "kl", "-o", "out")
+    again = perturbkv("question", "patching", *tiny, "--outcome", "kl", "-o", "out")
     assert again.code == 0 and "the next token's KL" in again.out
     assert Path("out/swap.jsonl").read_bytes() == before  # another question to the same measurements
     assert max(map(len, again.out.splitlines())) <= 80
 
 
 def test_a_notebook_gets_what_the_command_says(perturbkv: Run, model: Path, tiny: list[object], data: Path) -> None:
-    told = perturbkv("swap", *tiny, "--json", "-o", "out", "--format", "png").json()
+    told = perturbkv("question", "patching", *tiny, "--json", "-o", "out", "--format", "png").json()
     loaded = pk.load_model(str(model))
     prompts = pk.load_prompts(str(data), loaded, samples=2)
-    found = pk.swap(loaded, prompts, *pk.grid(24, selection=("attention", "two-stage"), window=8), progress=False)
+    found = pk.patching(loaded, prompts, *pk.grid(24, selection=("attention", "two-stage"), window=8), progress=False)
     assert found.to_dict()["shapley"] == told["shapley"]
     assert found.to_dict()["greedy"] == told["greedy"]
     assert len(found.to_frame()) == 4  # two layers of two samples
@@ -54,7 +54,7 @@ def test_a_notebook_gets_what_the_command_says(perturbkv: Run, model: Path, tiny
 
 
 def test_what_it_would_measure_is_told_and_is_what_it_measures(perturbkv: Run, deep: Path, data: Path) -> None:
-    asked = ["swap", "--model", deep, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
+    asked = ["question", "patching", "--model", deep, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
     more = ["--permutations", 8, "--greedy", 2, "--baseline-in", "0,2-4"]
     told = perturbkv(*asked, *more, "--dry-run", "--json").json()["mixtures"]
     assert "mixtures of each prompt: 3 by name" in perturbkv(*asked, *more, "--dry-run").out
@@ -74,14 +74,16 @@ def test_a_notebook_s_corrected_sides_are_refused_before_anything_is_read() -> N
     names = ("attention", "two-stage")
     sides = [pk.grid(24, selection=name, window=8, correction="corrected-oracle")[0] for name in names]
     with pytest.raises(ConfigError, match="no correction of what goes, got corrected-oracle; leave it out"):
-        pk.swap(None, [], *sides)  # type: ignore[arg-type]
+        pk.patching(None, [], *sides)  # type: ignore[arg-type]
     alone = pk.grid(24, selection="attention", window=8)[0]
     with pytest.raises(ConfigError, match="no correction of what goes"):
-        pk.swap(None, [], alone, sides[1])  # type: ignore[arg-type]
+        pk.patching(None, [], alone, sides[1])  # type: ignore[arg-type]
 
 
 def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("swap", *tiny, "--by", "heads", "--layers", 1, "--json", "-o", "out", "--format", "png")
+    ran = perturbkv(
+        "question", "patching", *tiny, "--by", "heads", "--layers", 1, "--json", "-o", "out", "--format", "png"
+    )
     assert ran.code == 0, ran.err
     assert [one["player"] for one in ran.json()["shapley"]["players"]] == ["1-0", "1-1", "1-2", "1-3"]
 
@@ -104,8 +106,8 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
         (["--compare", "attention,two-stage,random"], "expected one baseline and one treatment at one budget, got 3"),
         (["--budget", 999], "expected a budget below the 182 tokens of the longest prompt, got 999"),
         (["--step", 2], "expected a step from 0 to 0, got 2; --steps 3 records it"),
-        (["--engine", "workers"], "has no effect on swap: each choice waits for all samples"),
-        (["--save", "outputs"], "has no effect on swap: it measures no outputs"),
+        (["--engine", "workers"], "has no effect on question patching: each choice waits for all samples"),
+        (["--save", "outputs"], "has no effect on question patching: it measures no outputs"),
         (["--correction", "corrected"], "no correction of what goes, got corrected(mass=stored); leave it out"),
         (["--answers"], "expected accepted answers in every sample"),
     ],
@@ -116,28 +118,31 @@ def test_what_cannot_be_asked_gets_one_line(perturbkv: Run, tiny: list[object], 
         if name in words:
             place = options.index(name)
             del options[place : place + 2]
-    ran = perturbkv("swap", *options, *words, "-o", "out")
+    ran = perturbkv("question", "patching", *options, *words, "-o", "out")
     assert ran.code == 2
     assert said in " ".join(ran.err.split())
     assert len(ran.err.splitlines()) == 1 and not Path("out/swap.jsonl").exists()
 
 
 def test_the_help_says_which_numbers_of_orders_are_taken(perturbkv: Run) -> None:
-    assert "even, from 8 on, or 0 [16]" in " ".join(perturbkv("swap", "-h").out.split())
-    assert SwapConfig(permutations=8).permutations == 8
+    assert "even, from 8 on, or 0 [16]" in " ".join(perturbkv("question", "patching", "-h").out.split())
+    assert PatchingConfig(permutations=8).permutations == 8
 
 
 def test_measurements_of_another_run_stay(perturbkv: Run, tiny: list[object]) -> None:
-    assert perturbkv("swap", *tiny, "-o", "out", "--format", "png").code == 0
+    assert perturbkv("question", "patching", *tiny, "-o", "out", "--format", "png").code == 0
     before = Path("out/swap.jsonl").read_bytes()
-    other = perturbkv("swap", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png")
+    other = perturbkv("question", "patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png")
     assert other.code == 2 and "got one of another run; give --overwrite or another --output" in other.err
     assert Path("out/swap.jsonl").read_bytes() == before
-    assert perturbkv("swap", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png", "--overwrite").code == 0
+    assert (
+        perturbkv("question", "patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png", "--overwrite").code
+        == 0
+    )
 
 
 def test_layers_are_read_and_told_as_ranges() -> None:
     assert parse_layers("--layers", "18-20, 0,19") == (0, 18, 19, 20)
-    assert layers_told((0, 2, 3, 4, 9)) == "0, 2-4, 9"
+    assert format_layers((0, 2, 3, 4, 9)) == "0, 2-4, 9"
     with pytest.raises(ConfigError, match="greedy"):
-        SwapConfig(greedy=-2)
+        PatchingConfig(greedy=-2)

@@ -23,7 +23,7 @@ def words(text: str) -> str:
 
 
 def test_its_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("heads", *tiny, "--compare", SIDES, "-o", "out")
+    ran = perturbkv("heads", *tiny, "--compare", SIDES, "-o", "out", "--explain")
     assert ran.code == 0, ran.err
     assert LINED in words(ran.out) and max(map(len, ran.out.splitlines())) <= 80
     assert "Prefill, mean over samples, masks dense: attention" in words(ran.out) and "; the full one" in words(ran.out)
@@ -55,7 +55,7 @@ def test_cost_and_share_stand_in_json(perturbkv: Run, tiny: list[object]) -> Non
 @pytest.mark.parametrize("command", ["layers", "bound-tightness", "assumption"])
 def test_other_analyses_say_what_is_looked_at(command: str, perturbkv: Run, tiny: list[object]) -> None:
     compared = [] if command == "assumption" else ["--compare", "attention,two-stage"]
-    ran = perturbkv(command, *tiny, "--policy", SLASH, *compared, "-o", "out")
+    ran = perturbkv(*command.split(), *tiny, "--policy", SLASH, *compared, "-o", "out")
     assert ran.code == 0, ran.err
     assert LINED in words(ran.out)
 
@@ -71,7 +71,7 @@ def test_a_trace_goes_on_with_lines_beside_what_it_has(perturbkv: Run, tiny: lis
 
 
 def test_its_options_are_listed(perturbkv: Run) -> None:
-    ran = perturbkv("policies", "vertical-slash")
+    ran = perturbkv("list", "policies", "vertical-slash")
     assert ran.code == 0 and "2407.02490" in ran.out
     assert all(option in ran.out for option in ("vertical", "last", "first", "seed", "64", "0.5"))
 
@@ -86,13 +86,13 @@ def test_its_options_are_listed(perturbkv: Run) -> None:
     (["heads", "--compare", "attention,value"], "does not combine with selection 'value'"),
     (["generate", "--selection", "attention"], "expects no answers of"),
     (["generate", "--selection", "attention", "--compress-every", "40"], "vertical-slash"),
-    (["regret", "--compare", "attention,two-stage"], "policy vertical-slash, which evicts nothing"),
-    (["swap", "--compare", "attention,two-stage"], "policy 'vertical-slash' does not"),
+    (["question regret", "--compare", "attention,two-stage"], "policy vertical-slash, which evicts nothing"),
+    (["question patching", "--compare", "attention,two-stage"], "policy 'vertical-slash' does not"),
     (["trace", "--selection", "attention", "--budget", "12"], "no more than policy 'vertical-slash' always keeps"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_one_line(asked: list[str], said: str, perturbkv: Run, tiny: list[object]) -> None:
     command, *options = asked
-    ran = perturbkv(command, *tiny, "--policy", SLASH, *options, "-o", "out")
+    ran = perturbkv(*command.split(), *tiny, "--policy", SLASH, *options, "-o", "out")
     assert ran.code == 2 and ran.out == ""
     assert said in words(ran.err) and ran.err.startswith("error: ") and ran.err.count("\n") == 1
     assert not Path("out").exists()

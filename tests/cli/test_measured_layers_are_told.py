@@ -52,7 +52,7 @@ def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: li
     assert [trace.layer_name(place) for place in (0, 1)] == [2, 5]
     assert trace.to_xarray()["theta"].sel(layer=5).shape == trace.arrays["theta"][..., 1, :].shape
     assert sorted(set(trace.to_frame()["layer"])) == [2, 5]
-    assert "2 5 of 6" in perturbkv("info", "t.h5").out
+    assert "2 5 of 6" in perturbkv("list", "t.h5").out
     perturbkv("export", "t.h5", "-o", "t.parquet")
     assert sorted(set(pyarrow.parquet.read_table("t.parquet")["layer"].to_pylist())) == [2, 5]
     trace.sel(sample=trace.sample_ids[:1]).save("part.h5")
@@ -92,7 +92,7 @@ def test_a_layer_is_asked_for_by_its_index(perturbkv: Run, options: list[object]
     shown = pk.tokens(trace, layer=5, head=1)
     kept = {place for place, fate in enumerate(shown.fates) if fate in ("both", "baseline")}
     first = trace.run.configs.index(shown.baseline)
-    assert kept == set(trace.kept(shown.prompt.place, first, 1, 1).tolist())
+    assert kept == set(trace.kept(shown.prompt.index, first, 1, 1).tolist())
     assert pk.tokens(trace, layer=2).shown.layer == 2
     ran = perturbkv("tokens", "t.h5", "--layer", 1, "--head", 0)
     assert (ran.code, ran.err) == (2, "error: expected a layer of 2, 5, got 1\n")

@@ -1,4 +1,4 @@
-"""`perturbkv measures`: it makes its trace, reads a finished one, and refuses what makes no sense before it begins."""
+"""`perturbkv question measures`: it makes its trace, reads a finished one, and refuses nonsense first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(tiny: list[object]) -> list[object]:
 
 
 def test_it_measures_its_own_trace(perturbkv: Run, small: list[object]) -> None:
-    ran = perturbkv("measures", *small, "-o", "out", "--json")
+    ran = perturbkv("question", "measures", *small, "-o", "out", "--json")
     assert ran.code == 0, ran.err
     assert [str(config.selection) for config in read_run(Path("out/trace.h5")).configs] == NAMES
     (setting,) = ran.json()["settings"]
@@ -42,7 +42,7 @@ def test_it_measures_its_own_trace(perturbkv: Run, small: list[object]) -> None:
     ]  # fmt: skip
     assert {one["target"] for one in setting["links"]} == {"kl"}
     assert Path("out/measures.png").exists()
-    shown = perturbkv("measures", "out/trace.h5", "--format", "png", "--json").json()
+    shown = perturbkv("question", "measures", "out/trace.h5", "--format", "png", "--json").json()
     assert shown["settings"] == ran.json()["settings"]
 
 
@@ -60,22 +60,30 @@ def test_what_selects_changes_what_is_kept_and_no_bound(perturbkv: Run, small: l
 
 def test_others_are_compared_on_request(perturbkv: Run, small: list[object]) -> None:
     ran = perturbkv(
-        "measures", *small, "--compare", "two-stage,value,value(norm=l2)", "--granularity", "kv", "-o", "out"
+        "question",
+        "measures",
+        *small,
+        "--compare",
+        "two-stage,value,value(norm=l2)",
+        "--granularity",
+        "kv",
+        "-o",
+        "out",
     )
     assert ran.code == 0, ran.err
-    assert "over two-stage" in ran.out and "value norm=l2" in ran.out
+    assert "over that of two-stage" in ran.out and "value(norm=l2)" in ran.out
     assert all(len(line) <= 80 for line in ran.out.splitlines())
     asked = ["--compare", "two-stage,value", "--format", "png", "-o", "again", "--json"]
-    again = perturbkv("measures", "out/trace.h5", *asked).json()
+    again = perturbkv("question", "measures", "out/trace.h5", *asked).json()
     shown = pk.measures(pk.read_trace(Path("out/trace.h5")), "two-stage", "value").to_dict()
     assert again["settings"] == shown["settings"]
 
 
 def test_a_dry_run_tells_the_configurations(perturbkv: Run, small: list[object]) -> None:
-    told = perturbkv("measures", *small, "--dry-run", "--json").json()
+    told = perturbkv("question", "measures", *small, "--dry-run", "--json").json()
     assert [one["config"]["selection"] for one in told["kept"]] == NAMES
     asked = ["--compare", "attention,two-stage,two-stage(norm=l1)", "--dry-run", "--json"]
-    assert len(perturbkv("measures", *small, *asked).json()["kept"]) == 2, "two that mean the same are one"
+    assert len(perturbkv("question", "measures", *small, *asked).json()["kept"]) == 2, "two that mean the same are one"
 
 
 @pytest.mark.parametrize(
@@ -88,16 +96,16 @@ def test_a_dry_run_tells_the_configurations(perturbkv: Run, small: list[object])
     ],
 )
 def test_bad_input_gets_one_line(perturbkv: Run, small: list[object], asked: list[str], said: str) -> None:
-    ran = perturbkv("measures", *small, *asked, "-o", "out")
+    ran = perturbkv("question", "measures", *small, *asked, "-o", "out")
     assert (ran.code, ran.err.count("\n")) == (2, 1), ran.err
     assert said in ran.err
 
 
 def test_what_makes_a_trace_is_refused_for_a_finished_one(perturbkv: Run, small: list[object]) -> None:
     perturbkv("trace", *small[:-2], "-o", "t.h5")
-    ran = perturbkv("measures", "t.h5", "--dtype", "bfloat16")
+    ran = perturbkv("question", "measures", "t.h5", "--dtype", "bfloat16")
     assert ran.code == 2
     assert "--dtype has no effect on a finished trace" in " ".join(ran.err.split())
-    ran = perturbkv("measures", "t.h5", "--compare", "attention,h2o")
+    ran = perturbkv("question", "measures", "t.h5", "--compare", "attention,h2o")
     assert ran.code == 2
     assert "compare 'attention' with 'h2o'" in " ".join(ran.err.split())

@@ -136,7 +136,7 @@ def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[ob
 
 
 def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, tiny: list[object]) -> None:
-    measure = ("head-scores", "--model", model, "--samples", 2, "--length", 300, "-o", "scores.json")
+    measure = ("trace", "--head-scores", "scores.json", "--model", model, "--samples", 2, "--length", 300)
     refused = perturbkv(*measure)
     assert (refused.code, Path("scores.json").exists()) == (2, False)
     assert "expected a right answer to one of 2 prompts" in refused.err
@@ -147,9 +147,9 @@ def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, 
     assert narrow(ran.out), ran.out
     scores = json.loads(Path("scores.json").read_text())
     assert set(scores) == {f"{layer}-{head}" for layer in range(2) for head in range(4)}
-    kept = perturbkv("head-scores", "--model", model, "-o", "scores.json")
+    kept = perturbkv("trace", "--head-scores", "scores.json", "--model", model)
     assert kept.code == 2
-    assert "--overwrite replaces it" in kept.err
+    assert "--policy headkv reads it, --overwrite measures it again" in kept.err
     ran = perturbkv("trace", *tiny, "--policy", "headkv", "--head-scores", "scores.json", "-o", "t.h5")
     assert ran.code == 0, ran.err
     trace = read_trace(Path("t.h5"))
@@ -169,7 +169,7 @@ def test_info_reports_the_padding_of_ragged_caches(perturbkv: Run, tiny: list[ob
     entries = int(arrays["kept_count"].sum()) * 2 * 8 * 4  # keys and values, head size 8, float32
     assert held == entries + padding
     assert 0 < padding <= entries / 8
-    ran = perturbkv("info", "t.h5")
+    ran = perturbkv("list", "t.h5")
     assert f"{held:,} bytes, of which {padding:,}" in " ".join(ran.out.split())
     assert narrow(ran.out)
     rectangular = perturbkv("trace", *tiny, "--policy", "pyramidkv", "--cache", "rectangular", "-o", "r.h5")
@@ -181,8 +181,8 @@ def test_policies_tell_what_combines_with_what(perturbkv: Run) -> None:
     from perturbkv.selection import compatibility
     from perturbkv.selection.policies import registry
 
-    told = " ".join(perturbkv("policies").out.split())
-    assert narrow(perturbkv("policies").out)
+    told = " ".join(perturbkv("list", "policies").out.split())
+    assert narrow(perturbkv("list", "policies").out)
     for info in registry.known():
         assert info.name in told
     refused = perturbkv("trace", "--policy", "streaming-llm", "--selection", "two-stage")

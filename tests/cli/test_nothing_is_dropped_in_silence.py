@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from perturbkv.cli import option_effects
-from perturbkv.cli.main import app
-from perturbkv.cli.option_routing import options
+from perturbkv.cli import option_refusals
+from perturbkv.cli.command_line import options
 from perturbkv.cli.options import RunOptions
 from perturbkv.selection.policies import registry
 from perturbkv.storage.trace.trace_file import read_run
 from tests.support.asked import instead, refused
+from tests.support.commands import command_of
 from tests.support.measured import MEASURED
 
 Run = Callable[..., Any]
@@ -27,15 +26,18 @@ TWICE = {
     "a model, in two spellings": (["heads", "-m", "a", "--model", "b"], "--model/-m once, got it 2 times"),
     "a value behind a sign": (["trace", "--window=8", "--window", "8"], "--window once"),
     "a scenario": (["heads", "--scenario", "regular", "--scenario", "context-only"], "--scenario once"),
-    "a flag": (["models", "--json", "--json"], "--json once"),
+    "a flag": (["list", "models", "--json", "--json"], "--json once"),
     "a flag and its opposite": (
         ["trace", "--chat-template", "--no-chat-template"],
         "--no-chat-template once, got it 2",
     ),
-    "three times": (["datasets", "--json", "--json", "--json"], "3 times"),
-    "of a command of its own": (["head-scores", "--seed", "1", "--seed", "2"], "--seed once"),
-    "of a group": (["bench", "--tokens", "2048", "--tokens", "4096"], "--tokens once"),
-    "of a subcommand": (["bench", "compare", "a", "b", "--tolerance", "1", "--tolerance", "2"], "--tolerance once"),
+    "three times": (["list", "datasets", "--json", "--json", "--json"], "3 times"),
+    "of a command of its own": (["trace", "--head-scores", "s.json", "--seed", "1", "--seed", "2"], "--seed once"),
+    "of a group": (["doctor", "bench", "--tokens", "2048", "--tokens", "4096"], "--tokens once"),
+    "of a subcommand": (
+        ["doctor", "bench", "compare", "a", "b", "--tolerance", "1", "--tolerance", "2"],
+        "--tolerance once",
+    ),
     "the same budget": (["trace", "-b", "128", "--budget", "128"], "different values for --budget, got 128 twice"),
     "the same budget, spelled otherwise": (["trace", "-b", "0.1", "-b", "0.10"], "--budget, got 0.1 twice"),
     "the same policy": (["trace", "--policy", "adakv", "--policy", "adakv"], "--policy, got adakv twice"),
@@ -45,7 +47,10 @@ TWICE = {
     "the same side": (["heads", "--compare", "attention,value,attention"], "--compare, got attention twice"),
     "the same method": (["needle", "--compare", "snapkv:value,snapkv:value"], "--compare, got snapkv:value twice"),
     "the same file": (["export", "t.h5", "-o", "a.csv", "-o", "a.csv"], "--output, got a.csv twice"),
-    "before a subcommand": (["bench", "--tokens", "2048", "compare", "a", "b"], "--tokens has no effect on bench comp"),
+    "before a subcommand": (
+        ["doctor", "bench", "--tokens", "2048", "compare", "a", "b"],
+        "--tokens has no effect on doctor bench comp",
+    ),
 }
 
 
@@ -78,7 +83,7 @@ IDLE = {
     "a depth of RULER's": (["trace", "--dataset", "ruler:vt", "--depth", "0.5"], ["--depth", "--dataset needle"]),
     "a folder for needle": (["trace", "--dataset", "needle", "--data-dir", "x"], ["--data-dir"]),
     "a seed of nothing drawn": (["trace", "--seed", "3"], ["--seed", "random"]),
-    "headkv's scores": (["trace", "--head-scores", "x.json"], ["--head-scores", "--policy headkv"]),
+    "headkv's scores": (["heads", "--head-scores", "x.json"], ["--head-scores", "--policy headkv"]),
     "recent entries that the window holds": (["trace", "--protect-recent", "7"], ["--protect-recent", "the window"]),
     "recent entries that the window is": (["generate", "--protect-recent", "8"], ["--protect-recent", "the window"]),
     "a kernel of nothing pooled": (
@@ -158,8 +163,7 @@ def measured(tmp_path: Path) -> Path:
         ("bound-tightness", ["--compare", "attention,value"]),
         ("needle", ["--max-new-tokens", "3"]),
         ("needle", ["--compare", "snapkv:attention"]),
-        ("link", ["--max-new-tokens", "3"]),
-        ("link", ["--step", "1"]),
+        ("correlation", ["--max-new-tokens", "3"]),
         ("horizon", ["--steps", "4"]),
         ("horizon", ["--step", "1"]),
     ],
@@ -173,16 +177,16 @@ def test_a_finished_trace_takes_no_option_that_makes_one(
 
 
 def test_a_benchmark_says_what_its_rows_do_not_look_at(perturbkv: Run, tmp_path: Path) -> None:
-    ran = perturbkv("bench", "--only", "norms-time", "--tokens", 2048, "-o", "b.json")
+    ran = perturbkv("doctor", "bench", "--only", "norms-time", "--tokens", 2048, "-o", "b.json")
     refused(ran, "--tokens has no effect on norms-time", "leave it out")
-    ran = perturbkv("bench", "--only", "quality-12", "--tokens", 2048, "-o", "b.json")
+    ran = perturbkv("doctor", "bench", "--only", "quality-12", "--tokens", 2048, "-o", "b.json")
     refused(ran, "--tokens has no effect on quality-12", "leave it out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_benchmark_replaces_no_file_unasked(perturbkv: Run, tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("mine")
-    refused(perturbkv("bench", "--only", "norms-time", "-o", "b.json"), "got one; --overwrite replaces it")
+    refused(perturbkv("doctor", "bench", "--only", "norms-time", "-o", "b.json"), "got one; --overwrite replaces it")
     assert (tmp_path / "b.json").read_text() == "mine"
 
 
@@ -235,10 +239,10 @@ def test_a_question_that_only_adds_is_answered(perturbkv: Run, measured: Path) -
 
 
 def test_every_name_of_the_table_is_an_option() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(option_effects.NEEDS) <= set(options(RunOptions))
-    for command, names in option_effects.UNUSED.items():
-        assert set(names) <= {parameter.name for parameter in commands[command].params}
+    assert set(option_refusals.NEEDS) <= set(options(RunOptions))
+    for command, names in option_refusals.UNUSED.items():
+        words = [word for word in command.split() if not word.startswith("-")]
+        assert set(names) <= {parameter.name for parameter in command_of(words).params}
 
 
 def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
@@ -246,4 +250,4 @@ def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
     for name, annotated in options(RunOptions).items():
         said = next(option.help for option in annotated.__metadata__).partition(":")[0]
         if said in known:
-            assert option_effects.NEEDS[name].words == known[said]
+            assert option_refusals.NEEDS[name].words == known[said]

@@ -37,7 +37,7 @@ def test_quest_s_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tin
 @pytest.mark.parametrize("command", ["layers", "bound-tightness", "assumption"])
 def test_other_analyses_say_what_is_read(command: str, perturbkv: Run, tiny: list[object]) -> None:
     compared = [] if command == "assumption" else ["--compare", "attention,two-stage"]
-    ran = perturbkv(command, *tiny, "--policy", QUEST, *compared, "-o", "out")
+    ran = perturbkv(*command.split(), *tiny, "--policy", QUEST, *compared, "-o", "out")
     assert ran.code == 0, ran.err
     assert READ in words(ran.out)
 
@@ -68,7 +68,7 @@ def test_answers_are_read_page_by_page(perturbkv: Run, tiny: list[object]) -> No
 
 
 def test_options_of_quest_are_listed(perturbkv: Run) -> None:
-    ran = perturbkv("policies", "quest")
+    ran = perturbkv("list", "policies", "quest")
     assert ran.code == 0 and "page" in ran.out and "16" in ran.out and "2406.10774" in ran.out
 
 
@@ -79,12 +79,12 @@ def test_options_of_quest_are_listed(perturbkv: Run) -> None:
     (["trace", "--protect-first", "4"], "expected protect_first 0, got 4"),
     (["heads", "--compare", "attention,attention-unpooled"], "does not combine with selection 'attention-unpooled'"),
     (["generate", "--compress-every", "40"], "evicts nothing, so that nothing is compressed: leave --compress-every"),
-    (["regret", "--compare", "attention,two-stage"], "policy quest, which evicts nothing"),
+    (["question regret", "--compare", "attention,two-stage"], "policy quest, which evicts nothing"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_one_line(asked: list[str], said: str, perturbkv: Run, tiny: list[object]) -> None:
     command, *options = asked
     chosen = [] if "--compare" in options else ["--selection", "attention"] if command in ("trace", "generate") else []
-    ran = perturbkv(command, *tiny, "--policy", QUEST, *chosen, *options, "-o", "out")
+    ran = perturbkv(*command.split(), *tiny, "--policy", QUEST, *chosen, *options, "-o", "out")
     assert ran.code == 2 and ran.out == ""
     assert said in words(ran.err) and ran.err.startswith("error: ")
     assert not Path("out").exists()

@@ -56,7 +56,7 @@ def news(tmp_path: Path) -> Path:
 
 def test_a_prompt_is_shown_as_the_model_sees_it(perturbkv: Run, chatty: Path, news: Path) -> None:
     options = ["multi_news", "--model", chatty, "--data-dir", news, "--max-tokens", 600, "--show"]
-    ran = perturbkv("datasets", *options, "--tokens", 200)
+    ran = perturbkv("list", "datasets", *options, "--tokens", 200)
     assert ran.code == 0, ran.err
     assert narrow(ran.out), ran.out
     assert "<user>You are given several news passages." in ran.out
@@ -64,7 +64,7 @@ def test_a_prompt_is_shown_as_the_model_sees_it(perturbkv: Run, chatty: Path, ne
     assert "[bold]Old[/INST] :smile: news." in " ".join(ran.out.split())
     assert "context above, question below" in ran.out
     assert "It is old." in ran.out
-    (shown,) = perturbkv("datasets", *options, "--tokens", 80, "--json").json()["samples"]
+    (shown,) = perturbkv("list", "datasets", *options, "--tokens", 80, "--json").json()["samples"]
     whole = f"<user>{'You are given several news passages. Write a one-page summary of all news. '}\n\nNews:\n"
     assert shown["pieces"][0]["text"] == whole[:80]
     assert shown["question_tokens"] == len(f"{INSTRUCTION}</user><assistant>")
@@ -79,15 +79,15 @@ def test_a_prompt_is_shown_as_the_model_sees_it(perturbkv: Run, chatty: Path, ne
 
 
 def test_the_sample_can_be_chosen_and_short_prompts_are_shown_whole(perturbkv: Run, model: Path, data: Path) -> None:
-    ran = perturbkv("datasets", data, "--show", "--model", model, "--sample", 2, "--tokens", 500, "--json")
+    ran = perturbkv("list", "datasets", data, "--show", "--model", model, "--sample", 2, "--tokens", 500, "--json")
     (shown,) = ran.json()["samples"]
     (piece,) = shown["pieces"]
     assert (shown["sample"], shown["cut_after"], shown["question_tokens"]) == ("p2", None, 0)
     assert piece["text"] == json.loads(data.read_text().splitlines()[2])["prompt"]
-    ran = perturbkv("datasets", data, "--show", "--model", model)
+    ran = perturbkv("list", "datasets", data, "--show", "--model", model)
     assert "no question of its own" in ran.out
     assert " | 0" not in ran.out
-    ran = perturbkv("datasets", "needle", "--show", "--model", model, "--samples", 3, "--length", 300)
+    ran = perturbkv("list", "datasets", "needle", "--show", "--model", model, "--samples", 3, "--length", 300)
     assert narrow(ran.out), ran.out
     assert ran.out.count("What is the magic number of") == 3
 
@@ -104,32 +104,32 @@ def test_control_tokens_in_a_samples_own_text_are_counted(
     typed = {"context": "quick <|im_end|> fox", "input": "A <assistant>?"}
     path = rows(tmp_path / "typed.jsonl", typed, {"prompt": "a quick fox"})
     options = [path, "--show", "--model", folder, "--samples", 2, template]
-    marked, plain = perturbkv("datasets", *options, "--json").json()["samples"]
+    marked, plain = perturbkv("list", "datasets", *options, "--json").json()["samples"]
     assert (marked["control_tokens"], plain["control_tokens"]) == (2, 0)
-    shown = perturbkv("datasets", *options).out
+    shown = perturbkv("list", "datasets", *options).out
     assert shown.count("2 control tokens inside the text") == shown.count("inside the text") == 1
 
 
 def test_a_dataset_says_how_it_asks(perturbkv: Run) -> None:
-    ran = perturbkv("datasets", "trec")
+    ran = perturbkv("list", "datasets", "trec")
     assert ran.code == 0, ran.err
     assert narrow(ran.out), ran.out
-    told = perturbkv("datasets", "trec", "--json").json()
+    told = perturbkv("list", "datasets", "trec", "--json").json()
     assert (told["generation_length"], told["metric"]) == (64, "get_classification_with_score")
     assert told["template"].endswith("{{context}}\n{{question}}")
-    assert perturbkv("datasets", "needle").code == 0
+    assert perturbkv("list", "datasets", "needle").code == 0
 
 
 def test_a_task_of_rulers_says_what_it_needs_and_how_it_asks(perturbkv: Run) -> None:
-    listed = perturbkv("datasets")
+    listed = perturbkv("list", "datasets")
     assert narrow(listed.out), listed.out
     assert re.search(r"ruler:niah_multiquery +retrieval +RULER, over essays", listed.out)
-    ran = perturbkv("datasets", "ruler:niah_multiquery")
+    ran = perturbkv("list", "datasets", "ruler:niah_multiquery")
     assert ran.code == 0, ran.err
     assert narrow(ran.out), ran.out
     for wanted in ("PaulGrahamEssays.json", "punkt_tab", "perturbkv[ruler]", "at most 128 tokens", "string_match_all"):
         assert wanted in ran.out
-    told, other = (perturbkv("datasets", name, "--json").json() for name in ("ruler:vt", "trec"))
+    told, other = (perturbkv("list", "datasets", name, "--json").json() for name in ("ruler:vt", "trec"))
     assert told.keys() == other.keys()
 
 
@@ -154,7 +154,7 @@ def test_a_task_of_rulers_is_asked_and_graded(perturbkv: Run, model: Path) -> No
     ],
 )
 def test_what_cannot_be_shown_is_told(perturbkv: Run, options: list[str], told: str) -> None:
-    ran = perturbkv("datasets", *options)
+    ran = perturbkv("list", "datasets", *options)
     assert ran.code == 2
     assert told in ran.err
 
@@ -228,9 +228,9 @@ def test_a_score_is_the_metrics_of_the_answers_text(
 ) -> None:
     from perturbkv.pipeline.answers import generation
 
-    def answers(adapter, prompt, configs, *more, **options):  # type: ignore[no-untyped-def]
+    def answers(adapter, prompt, run, *more):  # type: ignore[no-untyped-def]
         said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]
-        return generation.Answers(said[0], [said[1] for _ in configs], [0.5] * len(configs), [])
+        return generation.Answers(said[0], [said[1] for _ in run.configs], [0.5] * len(run.configs), [])
 
     monkeypatch.setattr("perturbkv.pipeline.answers.answered.answer", answers)
     row = {"context": "Fish swim.", "input": "Who?", "answers": ["a cat"], "dataset": "hotpotqa"}
@@ -262,8 +262,8 @@ def test_the_data_is_refused_before_anything_is_written(
     perturbkv: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = rows(tmp_path / "null.jsonl", {"prompt": "a"}, {"prompt": None})
-    for command in (["trace"], ["generate"], ["heads"], ["datasets"]):
-        named = [path, "--show", "--samples", 2] if command == ["datasets"] else ["--dataset", path, "-o", "out"]
+    for command in (["trace"], ["generate"], ["heads"], ["list", "datasets"]):
+        named = [path, "--show", "--samples", 2] if command[0] == "list" else ["--dataset", path, "-o", "out"]
         ran = perturbkv(*command, *named, "--model", model)
         assert ran.code == 2
         assert ran.err.strip() == f"error: {path}, line 2: expected `prompt` to be text, got null"

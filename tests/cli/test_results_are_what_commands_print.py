@@ -28,21 +28,27 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "assumption": lambda trace: pk.assumption(trace),
     "bound-tightness": lambda trace: pk.bound_tightness(trace),
     "ablation": lambda trace: pk.ablation(trace),
-    "restriction": lambda trace: pk.restriction(trace),
-    "measures": lambda trace: pk.measures(trace),
-    "split": lambda trace: pk.split(trace),
-    "alpha": lambda trace: pk.alpha(trace),
+    "ablation --restrictions": lambda trace: pk.restriction(trace),
+    "question measures": lambda trace: pk.measures(trace),
+    "question split": lambda trace: pk.split(trace),
+    "question alpha": lambda trace: pk.alpha(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
-    "link": lambda trace: pk.link(trace),
-    "savings": lambda trace: pk.savings(trace),
+    "correlation": lambda trace: pk.correlation(trace),
+    "budget --savings": lambda trace: pk.savings(trace),
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
-    "bytes": lambda trace: pk.equal_bytes(trace),
-    "cliff": lambda trace: pk.cliff(trace),
-    "stability": lambda trace: pk.stability(trace, budget=0.2),
+    "budget --bytes": lambda trace: pk.equal_bytes(trace),
+    "budget --cliff": lambda trace: pk.cliff(trace),
+    "question stability": lambda trace: pk.stability(trace, budget=0.2),
 }
-OPTIONS = {"budget": ["--max-kl", "200"], "stability": ["--budget", "0.2"]}
-OF_COMMAND = {"equal_bytes": "bytes"}
+OPTIONS = {"budget": ["--max-kl", "200"], "question stability": ["--budget", "0.2"]}
+OF_COMMAND = {
+    "equal_bytes": "budget --bytes",
+    "restriction": "ablation --restrictions",
+    "link": "correlation",
+    "cliff": "budget --cliff",
+    **{name: f"question {name}" for name in ("measures", "split", "alpha", "stability")},
+}
 """Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
 
@@ -50,7 +56,7 @@ EVERY = pytest.mark.parametrize("command", ANALYSES)
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("made")
-    return {name: asked_of(name).save(folder / f"{name}.h5") for name in ANALYSES}
+    return {name: asked_of(name).save(folder / f"{name.replace(' ', '')}.h5") for name in ANALYSES}
 
 
 @pytest.fixture
@@ -65,7 +71,7 @@ def results(paths: dict[str, Path]) -> dict[str, Result]:
 
 @EVERY
 def test_numbers_are_those_of_the_command(perturbkv: Run, path: Path, results: dict[str, Result], command: str) -> None:
-    told = perturbkv(command, path, *OPTIONS.get(command, []), "-o", "out", "--json", "--format", "png").json()
+    told = perturbkv(*command.split(), path, *OPTIONS.get(command, []), "-o", "out", "--json", "--format", "png").json()
     expected = json.loads(json.dumps(results[command].to_dict(), allow_nan=False))
     assert {name: told[name] for name in expected} == expected
 
@@ -75,7 +81,7 @@ def test_the_command_prints_the_conclusion_first_then_every_part_and_the_notes_o
     perturbkv: Run, path: Path, results: dict[str, Result], command: str
 ) -> None:
     with undrawn():  # they are drawn beside the numbers
-        ran = perturbkv(command, path, *OPTIONS.get(command, []), "-o", "out", "--format", "png")
+        ran = perturbkv(*command.split(), path, *OPTIONS.get(command, []), "-o", "out", "--format", "png")
     said, result = " ".join(ran.out.split()), results[command]
     assert said.startswith(" ".join(result.conclusion().split()))
     assert said.count(" ".join(result.notes().split())) == 1
@@ -92,7 +98,7 @@ def test_a_result_shows_itself_within_80_columns_and_as_html(results: dict[str, 
     assert " ".join(repr(result).split()).startswith(" ".join(result.conclusion().split()))
     page = result._repr_html_()
     assert page.startswith("<p>")
-    assert page.count("<table>") == sum(not isinstance(part, str) for part in (*result.tables(), *result.stored())) > 0
+    assert page.count("<table>") == sum(not isinstance(part, str) for part in result.tables()) > 0
 
 
 @EVERY
@@ -174,7 +180,7 @@ def test_what_each_sample_found_adds_up_to_the_shares(results: dict[str, Result]
 
 
 def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -> None:
-    frame, told = results["link"].to_frame(), results["link"].to_dict()
+    frame, told = results["correlation"].to_frame(), results["correlation"].to_dict()
     for setting in told["settings"]:
         rows = frame[frame.setting == setting["name"]]
         assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])
@@ -192,7 +198,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         "alpha",
         "horizon",
         "needle",
-        "link",
+        "correlation",
         "quality",
         "equal_bytes",
         "cliff",
@@ -210,7 +216,7 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction horizon needle link quality savings '\n"
+        "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality savings '\n"
         "names += 'safe_budget equal_bytes measures split cliff stability alpha'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"

@@ -32,29 +32,29 @@ def ran(streams: str, *argv: str, **environment: str) -> tuple[int, bytes, bytes
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("argv", [("policies",), ("policies", "--json")])
+@pytest.mark.parametrize("argv", [("list", "policies"), ("list", "policies", "--json")])
 def test_a_reader_who_leaves_is_no_error(argv: tuple[str, ...]) -> None:
     code, _, err = ran("| true", *argv)
     assert (code, err) == (141, b"")
 
 
 def test_output_without_room_is_one_line() -> None:
-    code, _, err = ran("> /dev/full", "models")
+    code, _, err = ran("> /dev/full", "list", "models")
     assert code == 2
     assert err.decode().count("\n") == 1
     assert "No space left on device" in err.decode()
 
 
 def test_a_closed_output_is_no_error() -> None:
-    assert ran(">&- 2>&-", "models", "--json")[0] == 0
+    assert ran(">&- 2>&-", "list", "models", "--json")[0] == 0
 
 
 def test_an_encoding_without_our_letters_gets_escapes_and_json_that_is_json() -> None:
-    code, out, err = ran("", "policies", PYTHONIOENCODING="ascii", COLUMNS="0")
+    code, out, err = ran("", "list", "policies", PYTHONIOENCODING="ascii", COLUMNS="0")
     assert (code, err) == (0, b"")
     assert out.isascii()
-    whole = json.loads(ran("", "policies", "--json")[1])
-    assert json.loads(ran("", "policies", "--json", PYTHONIOENCODING="ascii")[1]) == whole
+    whole = json.loads(ran("", "list", "policies", "--json")[1])
+    assert json.loads(ran("", "list", "policies", "--json", PYTHONIOENCODING="ascii")[1]) == whole
 
 
 @pytest.mark.parametrize(("columns", "width"), [("0", 80), ("1", 20), ("33", 33)])
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_answers_of_ours_is_left_alone(perturbkv: Run, model: 
     assert (refused.code, "a line that is no answers of ours" in refused.err) == (2, True)
 
 
-@pytest.mark.parametrize("begins", ["perturbkv.cli.main", "perturbkv.cli.option_routing"])
+@pytest.mark.parametrize("begins", ["perturbkv.cli.main", "perturbkv.cli.command_line"])
 def test_a_ctrl_c_before_anything_was_begun_is_one_line(begins: str, tmp_path: Path) -> None:
     script = (
         "import builtins, os, signal, sys\n"
@@ -133,5 +133,7 @@ def test_a_ctrl_c_before_anything_was_begun_is_one_line(begins: str, tmp_path: P
         "builtins.__import__ = slow\n"
         "from perturbkv.cli.start import main; main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, "models"], capture_output=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "list", "models"], capture_output=True, check=False, cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (130, b"error: interrupted; nothing was begun\n")

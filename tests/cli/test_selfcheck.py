@@ -1,4 +1,4 @@
-"""`perturbkv selfcheck`: one JSON and an exit code that says whether everything is equal."""
+"""`perturbkv doctor selfcheck`: one JSON and an exit code that says whether everything is equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv.cli.commands import doctor
+from perturbkv.cli.commands import selfcheck
 from perturbkv.models import aliases
 from perturbkv.selfcheck import checks, equality
 
@@ -30,16 +30,17 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
     perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ran = perturbkv("selfcheck")
+    ran = perturbkv("doctor", "selfcheck")
     assert ran.code == 2
     assert (
-        ran.err == "error: selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can\n"
+        ran.err
+        == "error: doctor selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can\n"
     )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_file_holds_checks_ties_and_rows(perturbkv: Run, small: list[object]) -> None:
-    ran = perturbkv("selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
+    ran = perturbkv("doctor", "selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
     assert ran.code == 0, ran.out + ran.err
     told = json.loads(Path("gpu.json").read_text())
     assert told["equal"] is True
@@ -48,7 +49,7 @@ def test_one_file_holds_checks_ties_and_rows(perturbkv: Run, small: list[object]
     assert {(row["name"], row["verdict"]) for row in told["bench"]["rows"]} == {
         (name, "not measured") for name in ("triton-time", "triton-rate", "cuda-24", "cuda-decode")
     }
-    again = perturbkv("selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
+    again = perturbkv("doctor", "selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
     assert again.code == 2
     assert "--overwrite replaces it" in again.err
 
@@ -58,7 +59,7 @@ def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
 ) -> None:
     monkeypatch.setattr(equality, "FLOORS", 0)
     monkeypatch.setattr(equality, "_WORSE", 0)
-    ran = perturbkv("selfcheck", "--device", "cpu", *small, "--json")
+    ran = perturbkv("doctor", "selfcheck", "--device", "cpu", *small, "--json")
     assert ran.code == 1
     assert ran.json()["equal"] is False
     assert ran.json()["checks"] == json.loads(Path("runs/gpu.json").read_text())["checks"]
@@ -67,13 +68,13 @@ def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
 def test_random_weights_have_no_ties_and_no_model_is_said(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_checks", lambda *asked: iter([]))
+    monkeypatch.setattr(selfcheck, "_checks", lambda *asked: iter([]))
     monkeypatch.setattr("perturbkv.models.sources.embedded_gguf", lambda: None)
-    ran = perturbkv("selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
+    ran = perturbkv("doctor", "selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
     assert ran.code == 2
     assert "expected a trained model for the table of ties, got random:small" in ran.err
     assert not Path("gpu.json").exists()
-    ran = perturbkv("selfcheck", "--device", "cpu", "-o", "gpu.json")
+    ran = perturbkv("doctor", "selfcheck", "--device", "cpu", "-o", "gpu.json")
     assert ran.code == 0, ran.err
     assert "no trained model is here" in ran.err
     assert json.loads(Path("gpu.json").read_text())["ties"] == []

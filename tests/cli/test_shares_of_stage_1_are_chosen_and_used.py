@@ -1,4 +1,4 @@
-"""`perturbkv alpha` from the prompts to the files, and the files in other commands."""
+"""`perturbkv question alpha` from the prompts to the files, and the files in other commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def six(tiny: list[object]) -> list[object]:
 
 
 def test_choices_are_composed_as_they_are_measured_and_their_files_are_taken(perturbkv: Run, six: list[object]) -> None:
-    ran = perturbkv("alpha", *six, *GRID, "--folds", 3, "-o", "out")
+    ran = perturbkv("question", "alpha", *six, *GRID, "--folds", 3, "-o", "out")
     assert ran.code == 0, ran.err
     left = ["alpha-fold-1.h5", "alpha-fold-2.h5", "alpha-fold-3.h5", "alpha-global.json", "alpha-head.json",
             "alpha-layer.json", "alpha.png", "summary.json", "trace.h5"]  # fmt: skip
@@ -33,7 +33,7 @@ def test_choices_are_composed_as_they_are_measured_and_their_files_are_taken(per
     assert (told["measured"]["samples"], len(told["folds"])) == (6, 3)
     assert max(map(len, ran.out.splitlines())) <= 80
     held = json.loads(Path("out/alpha-head.json").read_text())
-    assert held["about"]["made_by"] == "perturbkv alpha" and "flatters" in held["about"]["note"]
+    assert held["about"]["made_by"] == "perturbkv question alpha" and "flatters" in held["about"]["note"]
     assert {"by": held["by"], "alpha": held["alpha"], "layers": held["layers"]} == told["chosen"]["head"]
 
     used = "attention,two-stage(alpha=out/alpha-head.json)"
@@ -52,27 +52,32 @@ def test_choices_are_composed_as_they_are_measured_and_their_files_are_taken(per
     np.testing.assert_allclose(trace.get("perturbation_isolated", "test")[:, 1, 0], composed, rtol=1e-4)
 
 
+def said(ran: Any) -> str:
+    """Its screen, white space as single blanks."""
+    return " ".join(ran.out.split())
+
+
 def test_a_run_goes_on_and_a_finished_trace_has_its_folds_beside_it(perturbkv: Run, six: list[object]) -> None:
     asked = [*six, *GRID, "--granularity", "kv", "--folds", 2]
-    plain = perturbkv("alpha", *asked, "--no-kl", "-o", "out")
-    assert plain.code == 0 and "what comes out" not in plain.out
+    plain = perturbkv("question", "alpha", *asked, "--no-kl", "-o", "out")
+    assert plain.code == 0 and "the KL of α" not in said(plain)
     assert not list(Path("out").glob("alpha-fold-*"))
-    whole = perturbkv("alpha", *asked, "-o", "out", "--overwrite")
+    whole = perturbkv("question", "alpha", *asked, "-o", "out", "--overwrite")
     assert whole.code == 0 and "6 of 6 samples are there already" in whole.err
     stamps = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.h5")}
-    beside = perturbkv("alpha", "out/trace.h5", "--folds", 2, "--format", "png")
+    beside = perturbkv("question", "alpha", "out/trace.h5", "--folds", 2, "--format", "png")
     assert beside.code == 0, beside.err
-    assert beside.out.splitlines()[:30] == whole.out.splitlines()[:30] and "what comes out" in beside.out
-    other = perturbkv("alpha", "out/trace.h5", "--folds", 3, "-o", "other", "--format", "png")
-    assert other.code == 0 and "what comes out" not in other.out and "are of other folds" in " ".join(other.err.split())
+    assert beside.out.splitlines()[:20] == whole.out.splitlines()[:20] and "the KL of α" in said(beside)
+    other = perturbkv("question", "alpha", "out/trace.h5", "--folds", 3, "-o", "other", "--format", "png")
+    assert other.code == 0 and "the KL of α" not in said(other) and "are of other folds" in " ".join(other.err.split())
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*.h5")} == stamps
     more = [*asked[:4], "--samples", 5, *asked[6:]]
-    fewer = perturbkv("alpha", *more, "-o", "fewer", "--json")
+    fewer = perturbkv("question", "alpha", *more, "-o", "fewer", "--json")
     assert fewer.code == 0 and fewer.json()["measured"]["samples"] == 5
 
 
 def test_adaptive_budgets_do_not_depend_on_alpha_and_are_composed_too(perturbkv: Run, six: list[object]) -> None:
-    ran = perturbkv("alpha", *six, *GRID, "--policy", "adakv", "--granularity", "kv", "--json", "-o", "out")
+    ran = perturbkv("question", "alpha", *six, *GRID, "--policy", "adakv", "--granularity", "kv", "--json", "-o", "out")
     assert ran.code == 0, ran.err
     assert ran.json()["measured"]["composed_off"] < 1e-4 and ran.json()["heads_per_kept_set"] == 2
 
@@ -83,9 +88,9 @@ def test_adaptive_budgets_do_not_depend_on_alpha_and_are_composed_too(perturbkv:
         (["--samples", 3], ["chooses on some samples and judges on others: it needs 4 of them, got 3"]),
         (["--folds", 7], ["expected 2 to 6 folds of 6 samples, got --folds 7"]),
         (["--folds", 1], ["expected 2 to 6 folds of 6 samples, got --folds 1"]),
-        (["--step", 1], ["--step has no effect on alpha: it chooses at the first decode step"]),
-        (["--steps", 2], ["--steps has no effect on alpha"]),
-        (["--shard", "1/2"], ["--shard has no effect on alpha: it measures again what it chose"]),
+        (["--step", 1], ["--step has no effect on question alpha: it chooses at the first decode step"]),
+        (["--steps", 2], ["--steps has no effect on question alpha"]),
+        (["--shard", "1/2"], ["--shard has no effect on question alpha: it measures again what it chose"]),
         (["--alpha", 1.5], ["must lie in [0, 1], got 1.5"]),
     ],
 )
@@ -93,7 +98,7 @@ def test_what_cannot_be_is_said_before_a_weight_is_loaded(
     perturbkv: Run, six: list[object], options: list[object], words: list[str]
 ) -> None:
     base = [*six[:4], *six[6:]] if "--samples" in options else six
-    refused(perturbkv("alpha", *base, *options, "-o", "out"), *words)
+    refused(perturbkv("question", "alpha", *base, *options, "-o", "out"), *words)
     assert not Path("out").exists()
 
 
@@ -102,16 +107,19 @@ def test_files_of_others_stay(perturbkv: Run, six: list[object]) -> None:
     for name in ("alpha-head.json", "alpha-fold-1.h5"):
         mine = Path("out") / name
         mine.write_text('{"by": "global", "alpha": 0.5}')
-        refused(perturbkv("alpha", *six, *GRID, "-o", "out"), f"expected no file at out/{name}, got one; --overwrite")
+        refused(
+            perturbkv("question", "alpha", *six, *GRID, "-o", "out"),
+            f"expected no file at out/{name}, got one; --overwrite",
+        )
         mine.unlink()
     assert not list(Path("out").iterdir())
 
 
 def test_a_dry_run_says_that_samples_are_run_again(perturbkv: Run, six: list[object]) -> None:
-    ran = perturbkv("alpha", *six, "--dry-run")
+    ran = perturbkv("question", "alpha", *six, "--dry-run")
     assert ran.code == 0 and "every sample is run once more" in " ".join(ran.err.split())
     assert "two-stage(alpha=0.1)" in ran.out
-    assert "once more" not in perturbkv("alpha", *six, "--dry-run", "--no-kl").err
+    assert "once more" not in perturbkv("question", "alpha", *six, "--dry-run", "--no-kl").err
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import yaml
 from perturbkv.cli import sweep_file
 from perturbkv.cli.commands import trace
 from perturbkv.cli.commands.trace import resolve
-from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection import grid
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.trace.trace_file import read_trace
+from tests.support.commands import command_of
 
 Run = Callable[..., Any]
 BOTH = ["attention", "two-stage"]
@@ -217,7 +217,7 @@ def test_one_definition_serves_several_keys(tmp_path: Path) -> None:
 
 
 def test_every_long_option_is_a_key_but_those_that_say_what_to_do_this_time() -> None:
-    options = typer.main.get_command(app).commands["trace"].params  # type: ignore[attr-defined]
+    options = command_of(["trace"]).params
     long = {name[2:]: one.name for one in options for name in one.opts if name.startswith("--")}
     not_keys = {"config", "shard", "shard-by", "overwrite", "wait", "dry-run", "json", "help"}
     assert not_keys - {"help"} <= set(long)

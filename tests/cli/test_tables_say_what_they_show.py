@@ -10,22 +10,18 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation import ablation
-from perturbkv.analyses.bounds import bound_tightness, rank_agreement
-from perturbkv.analyses.bounds import bound_tightness as bound_tables
 from perturbkv.analyses.heads import heads
 from perturbkv.analyses.horizon import horizon
-from perturbkv.analyses.layers import budget_curves, drift, layers
+from perturbkv.analyses.layers import budget_curves, layers
 from perturbkv.analyses.needle import needle
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.permutation import decide
 from perturbkv.cli import console
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import as_text
-from tests.analyses.test_bounds_by_hand import one_config
-from tests.analyses.test_bounds_by_hand import ranked as bounded
+from perturbkv.display import Table, as_text
 from tests.analyses.test_needle_and_horizon_by_hand import MOVED, SCORES, growing, ranked
-from tests.figures.test_odd_data_give_a_figure import CONFIGS, made
+from tests.figures.test_odd_data_give_a_figure import made
 from tests.support.measured import config, hand_made
 
 
@@ -42,83 +38,63 @@ def told_by(result: Result) -> str:
     return " ".join(as_text([result.conclusion(), *result.tables(), result.notes()], width=200).split())
 
 
-def test_ranks_of_methods_say_what_their_caches_hold() -> None:
+def test_ranks_of_methods_stand_beside_their_cache_shares() -> None:
     trace = ranked(SCORES, [1] * 4, MOVED)
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
-    told = told_by(needle.needle(trace))
-    assert told.count("held 0.48 to 0.51") == 2  # the circular ones apart
-    assert "Only methods of one budget, one granularity and one protection are ranked together" in told
+    ranks = [part for part in needle.needle(trace).details() if isinstance(part, Table) and part.columns[0] == "budget"]
+    assert [[row[0] for row in table.rows][:3] for table in ranks] == [["64", "cache 0.48 to 0.51", ""]] * 2
 
 
 def test_screens_of_heads_say_options_that_one_side_alone_has_though_all_rows_share_them() -> None:
     by = [config("attention", budget, policy=policy) for budget in (64, 128) for policy in ("snapkv", "adakv(caote)")]
     trace = hand_made(by, {"perturbation_isolated": np.ones((5, 4, 1, 1))})
     result = heads.compare_heads(trace, "snapkv:attention", "adakv:attention")
-    for found in (result, result[:1]):
-        assert "adakv(by=caote())" in found.conclusion()
-        assert "adakv(by=caote())" in " ".join(as_text(found.tables(), width=200).split())
+    for screen in (result, result[:1]):
+        assert "adakv(by=caote())" in screen.conclusion()
+        assert "adakv(by=caote())" in screen.title()
     plugin = Choice("mine.py:Peak", {"tau": 2.0}, frozenset())
     ours = [EvictionConfig(budget, plugin, name) for budget in (64, 128) for name in ("attention", "two-stage")]
     random = [config("attention", budget, policy="random") for budget in (64, 128)]
     trace = hand_made([*ours, *random], {"perturbation_isolated": np.ones((5, 6, 1, 1))})
-    headline = heads.compare_heads(trace, "attention", ["two-stage", "random:attention"]).tables()[0]
-    assert "tau=2.0" in headline
-
-
-def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:
-    def shown(flagged: int) -> dict[str, list[str]]:
-        sigma = [[0.9] * 3] * (6 - flagged) + [[0.4] * 3] * flagged
-        (found,) = rank_agreement.summarise(bounded([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
-        return {row[1]: row[2:] for row in bound_tables.agreement_rows("64", found)}
-
-    assert shown(1)["ρ where σ > 0.5"][0].startswith("0.50\n[")
-    assert shown(1)["ρ where σ > 0.5"][0].endswith("\nn = 5 in 5")
-    assert shown(2)["ρ where σ > 0.5"] == ["–\nn = 4 in 4"] * 3
-    assert shown(2)["vs attention"] == ["–\nn = 4 in 4"] * 3
-    assert shown(2)["ρ"][1] == "–"  # θ̂ has no ρ of all heads
-
-
-def test_the_share_of_heads_with_evidence_has_its_interval_both_ways() -> None:
-    (found,) = bound_tightness.bound_tightness(one_config()).configs  # no head flagged in s0, one of two in s1
-    shares = [row[2] for row in bound_tables.ratio_rows("64", found)]
-    assert shares == ["75 %\n(50 … 100)", "25 %\n(0 … 50)"]
+    table = heads.compare_heads(trace, "attention", ["two-stage", "random:attention"]).table()
+    assert "tau=2.0" in table.title + " ".join(row[0] for row in table.rows)
 
 
 def test_intervals_of_medians_say_their_own_level() -> None:
-    pair = (CONFIGS[0], CONFIGS[2])
-    told = layers.drift_notes(drift.summarise(made(samples=8), *pair))
-    assert "95 % intervals over samples (medians: 93 %)" in told
-    assert "medians:" not in layers.drift_notes(drift.summarise(made(samples=4), *pair))
-    assert "medians:" not in text.about_intervals(8)
+    assert layers.layer_drift(made(samples=8)).interval_note() == text.intervals_note(8, medians=True)
+    assert "95 % intervals over samples (medians: 93 %)" in text.intervals_note(8, medians=True)
+    assert "medians:" not in layers.layer_drift(made(samples=4)).interval_note()
+    assert "medians:" not in text.intervals_note(8)
 
 
-def test_every_caption_says_its_noise_floor() -> None:
+def test_every_screen_explains_its_noise_floor() -> None:
     trace = made(samples=5, hidden_noise_floor=3e-4, noise_floor=2e-3, noise_floor_isolated=1e-3)
     trace.arrays["logit_kl_noise_floor"][:] = 7e-9  # type: ignore[index]
-    pair = (CONFIGS[0], CONFIGS[2])
-    assert "Noise floor of KL: 7.0e-09 nat (median)." in budget_curves.summarise(trace, ["attention"]).notes()
-    told = layers.drift_notes(drift.summarise(trace, *pair))
-    assert "Noise floor: 3.0e-04 after the last layer (mean)." in told
-    assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in told_by(ablation.ablation(trace))
+    assert "Noise floor of KL: 7.0e-09 nat (median)." in budget_curves.summarise(trace, ["attention"]).details()
+    drifts = layers.layer_drift(trace)
+    assert "Noise floor: 3.0e-04 after the last layer (mean)." in drifts.details()
+    assert not drifts.caveats()
+    assert "Noise floor: 2.0e-04 of ‖o_h‖ (median)." in ablation.ablation(trace).details()
     steps = horizon.horizon(growing(7), ["attention"])
-    assert "Noise floor: 1.0e-02 of Σ ‖o_h‖₁" in steps.notes()
+    assert any("Noise floor: 1.0e-02 of Σ ‖o_h‖₁" in str(line) for line in steps.details())
 
 
-def test_samples_say_what_their_caches_hold_and_counts_of_layers_what_they_are() -> None:
+def test_layers_and_samples_say_what_their_caches_hold_and_in_how_many_of_them_drift_is_less() -> None:
     trace = made(samples=5)
     trace.arrays["held_share"] = np.tile([0.2, 0.2, 0.25, 0.4, 0.4, 0.4], (5, 1))  # type: ignore[index]
-    pair = (CONFIGS[0], CONFIGS[2])
-    assert "0.20 → 0.25" in as_text(layers.sample_tables([drift.summarise_last_layer(trace, *pair)]))
-    told = layers.drift_notes(drift.summarise(trace, *pair))
-    assert "Layers + / = / −: that drift less, tied, more than the baseline; the means over samples" in told
-    assert "without a test" in told
+    pairs = [layers.layer_drift(trace), layers.last_layer(trace)]
+    for result, counts in zip(pairs, ("layer_counts", "sample_counts"), strict=True):
+        table = result.table()
+        cells = [dict(zip(result.SHOWN, row[1:], strict=True)) for row in table.rows]
+        assert [row["cache_share"] for row in cells] == ["0.25", "0.40"]
+        numbers = [line.records[-1 if counts == "sample_counts" else 0] for line in result.lines()]
+        assert [row[counts] for row in cells] == [getattr(record, counts) for record in numbers]
 
 
-def test_the_ablation_has_intervals_everywhere_and_a_half_per_setting() -> None:
+def test_the_ablation_has_intervals_everywhere() -> None:
     result = ablation.ablation(made(samples=5))
     results, told = result.settings, told_by(result)
-    assert told.count("half of the baseline's Σ lies in") == len(results) == 2
-    for kind in (results[0].rows[0].compared.isolated, results[0].rows[0].compared.propagated):
+    for kind in (results[0].rows[0].propagated,):
         assert kind.median_ratio_interval is not None
         assert f"[{kind.median_ratio_interval.low:.2f}, {kind.median_ratio_interval.high:.2f}]" in told
         assert text.percent(kind.better_share, kind.better_share_interval).partition("[")[2] in told
@@ -127,7 +103,6 @@ def test_the_ablation_has_intervals_everywhere_and_a_half_per_setting() -> None:
 def test_few_heads_by_chance_are_told_with_a_decimal() -> None:
     some = decide(np.random.default_rng(0).normal(size=(6, 8)))
     assert 0 < some.chance_mean < 0.5
-    assert f"by chance in {some.chance_mean:.1f} " in text.about_flips(some)
-    many = decide(np.random.default_rng(0).normal(size=(8, 400)))
-    assert many.chance_mean > 10
-    assert f"by chance in {many.chance_mean:.0f} " in text.about_flips(many)
+    result = heads.compare_heads(made(samples=7))
+    chance = result[0].propagated.sign_flips.chance_mean
+    assert any(f"p ≤ 0.05 in {chance:.1f} heads" in str(line) for line in result.details())

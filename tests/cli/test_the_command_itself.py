@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 import perturbkv as pk
-from perturbkv.cli.main import app
+from perturbkv.cli.commands import FORMER_COMMANDS, FORMER_OPTIONS
+from perturbkv.cli.options import RARE
 from tests.support.asked import refused
+from tests.support.commands import command_of, every_command, row_of
 
 Run = Callable[..., Any]
 
@@ -26,51 +27,74 @@ def test_the_version_is_the_packages(perturbkv: Run) -> None:
     assert (ran.code, ran.out.strip()) == (0, f"perturbkv {pk.__version__}")
 
 
-@pytest.mark.parametrize("command", [[], ["heads"], ["bench", "compare"]])
+@pytest.mark.parametrize("command", [[], ["heads"], ["doctor", "bench", "compare"]])
 def test_h_is_help(perturbkv: Run, command: list[str]) -> None:
     short, long = perturbkv(*command, "-h"), perturbkv(*command, "--help")
     assert short.code == long.code == 0
     assert short.out == long.out != ""
 
 
-COMMANDS: list[list[str]] = [
-    [], *([name] for name in get_command(app).commands), ["bench", "compare"],  # type: ignore[attr-defined]
-]  # fmt: skip
+MOST_LINES = {"trace": 60}
+"""`trace` alone shows every option of measuring."""
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_help_is_one_screen_that_tells_of_every_option(
-    perturbkv: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    """At most 60 lines of 80 columns; at 120 no more lines than that; behind each option what it does."""
-    narrow = perturbkv(*words, "--help").out
-    assert len(narrow.splitlines()) <= 60
-    assert max(map(len, narrow.splitlines())) <= 80
-    assert not any(missing_in(narrow, parameter) for parameter in parameters(words))
-    monkeypatch.setenv("COLUMNS", "120")
-    wide = perturbkv(*words, "--help").out
-    assert len(wide.splitlines()) <= len(narrow.splitlines())
+@pytest.mark.parametrize("words", [(), *every_command()], ids=" ".join)
+def test_help_is_one_screen_that_tells_of_every_option(perturbkv: Run, words: tuple[str, ...]) -> None:
+    """At most 45 lines of 80 columns; behind each option what it does."""
+    screen = perturbkv(*words, "--help").out
+    assert len(screen.splitlines()) <= MOST_LINES.get(" ".join(words), 45)
+    assert max(map(len, screen.splitlines())) <= 80
+    if words:
+        assert not any(missing_in(screen, parameter) for parameter in parameters(words))
+        assert screen.splitlines()[1].rstrip(". ") == row_of(words).summary
 
 
-def parameters(words: list[str]) -> list[Any]:
-    """What a command takes, as Typer knows it."""
-    command = get_command(app)
-    for word in words:
-        command = command.commands[word]  # type: ignore[attr-defined]
-    return [one for one in command.params if not one.hidden]
+def test_trace_alone_tells_of_all_options_of_measuring() -> None:
+    hidden = [one.name for one in command_of(["trace"]).params if one.hidden]
+    assert hidden == []
+    assert {one.name for one in command_of(["heads"]).params if one.hidden} == set(RARE)
+
+
+@pytest.mark.parametrize("name", FORMER_COMMANDS)
+def test_a_former_command_names_the_new_one(perturbkv: Run, name: str) -> None:
+    refused(perturbkv(name), f"`perturbkv {FORMER_COMMANDS[name]}`")
+    assert row_of([word for word in FORMER_COMMANDS[name].split() if word.islower() and word[0] != "-"])
+
+
+@pytest.mark.parametrize(("command", "option"), FORMER_OPTIONS)
+def test_a_former_option_names_the_new_one(perturbkv: Run, command: str, option: str) -> None:
+    refused(perturbkv(command, option, "x"), FORMER_OPTIONS[command, option])
+
+
+def test_the_command_alone_shows_tasks_that_can_be_typed(perturbkv: Run) -> None:
+    ran = perturbkv()
+    lines = [line.split() for line in ran.out.splitlines() if line.startswith("  perturbkv ")]
+    assert (ran.code, len(lines)) == (0, 6)
+    for _, name, *words in lines:
+        known = {option for one in command_of([name]).params for option in one.opts}
+        assert {word for word in words if word.startswith("-")} <= known
+
+
+def parameters(words: tuple[str, ...]) -> list[Any]:
+    """The options and arguments that the help of a command shows."""
+    return [one for one in command_of(words).params if not one.hidden]
 
 
 def missing_in(screen: str, parameter: Any) -> bool:
     """Whether no line begins with the parameter's names and goes on with the beginning of its help."""
     argument = parameter.param_type_name == "argument"
-    names = [parameter.name.upper()] if argument else [name.replace("--no-", "--[no-]") for name in parameter.opts]
+    names = (
+        [(parameter.metavar or parameter.name).upper().strip("[].")]
+        if argument
+        else [name.replace("--no-", "--[no-]") for name in parameter.opts]
+    )
     names = [f"--[no-]{name[2:]}" if parameter.secondary_opts else name for name in names]
     about = parameter.help.split()[0]
     return not re.search(rf"^  {re.escape(', '.join(names))}( \S+)? +{re.escape(about)}", screen, re.MULTILINE)
 
 
 def test_an_option_without_a_line_or_without_words_is_found() -> None:
-    (policy,) = [one for one in parameters(["heads"]) if one.name == "policy"]
+    (policy,) = [one for one in parameters(("heads",)) if one.name == "policy"]
     line = f"  --policy NAME…          {policy.help}"
     assert not missing_in(line, policy)
     assert missing_in(line.replace("--policy", "--polciy"), policy)
@@ -79,9 +103,7 @@ def test_an_option_without_a_line_or_without_words_is_found() -> None:
 
 SWEEPS = {
     "quality": ["0.1", "0.2", "0.4"],
-    "link": ["0.1", "0.2", "0.4"],
-    "savings": ["0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8"],
-    "budget": ["0.05", "0.1", "0.2", "0.4", "0.6", "0.8"],
+    "correlation": ["0.1", "0.2", "0.4"],
     "layers": ["0.025", "0.05", "0.1", "0.2", "0.4"],
     "bound-tightness": ["0.025", "0.05", "0.1", "0.2", "0.4"],
     "assumption": ["0.025", "0.05", "0.1", "0.2", "0.4"],
@@ -96,8 +118,7 @@ def test_help_shows_the_budgets_that_are_measured(perturbkv: Run, model: Path, c
     assert shown == SWEEPS.get(command, ["128"])
     row = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "answers": ["a fox"]}
     Path("prompts.jsonl").write_text(json.dumps(row))
-    more = ["--max-kl", 1] if command == "budget" else []
-    asked = ["--model", model, "--dataset", "prompts.jsonl", "--window", 1, *more, "--dry-run", "--json"]
+    asked = ["--model", model, "--dataset", "prompts.jsonl", "--window", 1, "--dry-run", "--json"]
     planned = perturbkv(command, *asked).json()
     kept = planned["runs"][0]["kept"] if "runs" in planned else planned["kept"]
     assert [str(one) for one in dict.fromkeys(one["config"]["budget"] for one in kept)] == shown
@@ -128,8 +149,8 @@ def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> N
         ["heads", "--json", "--budget"],
         ["heads", "--json", "--json"],
         ["haeds", "nothere.h5", "--json"],
-        ["bench", "compare", "nothere.json", "other.json", "--json"],
-        ["bench", "compere", "--json"],
+        ["doctor", "bench", "compare", "nothere.json", "other.json", "--json"],
+        ["doctor", "bench", "compere", "--json"],
     ],
 )
 def test_a_line_that_cannot_be_read_whole_has_asked_for_json_all_the_same(perturbkv: Run, words: list[str]) -> None:
@@ -143,7 +164,7 @@ def test_a_line_that_cannot_be_read_whole_has_asked_for_json_all_the_same(pertur
         ["export", "nothere.h5", "-o", "--json"],
         ["trace", "--dataset", "--json"],
         ["heads", "--", "--json"],
-        ["info", "--", "--json"],
+        ["export", "--", "--json"],
         ["haeds", "--", "--json"],
     ],
 )
@@ -157,7 +178,7 @@ def test_what_only_looks_like_json_asked_for_is_not(perturbkv: Run, words: list[
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("perturbkv he", ["heads", "head-scores"]),
+        ("perturbkv he", ["heads"]),
         ("perturbkv heads --policy s", ["snapkv", "streaming-llm", "scissorhands"]),
         ("perturbkv heads --dataset qa", ["qasper"]),
         ("perturbkv trace --preset re", ["released-v2"]),
@@ -181,13 +202,13 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
     ],
 )
 def test_a_policy_tells_its_options(perturbkv: Run, name: str, options: dict[str, Any]) -> None:
-    document = perturbkv("policies", name, "--json").json()
+    document = perturbkv("list", "policies", name, "--json").json()
     assert {option: one["default"] for option, one in document["options"].items()} == options
-    shown = perturbkv("policies", name)
+    shown = perturbkv("list", "policies", name)
     assert shown.code == 0
     assert all(len(line) <= 80 for line in shown.out.splitlines())
     assert all(option in shown.out for option in options)
-    assert perturbkv("policies", "adavk").code == 2
+    assert perturbkv("list", "policies", "adavk").code == 2
 
 
 SCORE = """
@@ -210,31 +231,31 @@ class P(pk.Score):
 )
 def test_a_score_of_a_file_says_what_its_docstring_says(perturbkv: Run, doc: str, first: str) -> None:
     Path("my.py").write_text(SCORE.format(doc=doc))
-    shown = perturbkv("policies", "my.py:P")
+    shown = perturbkv("list", "policies", "my.py:P")
     assert shown.code == 0, shown.err
     assert shown.out.splitlines()[0] == first
 
 
 def test_a_choice_with_options_is_described_and_checked(perturbkv: Run) -> None:
     Path("my.py").write_text(SCORE.format(doc=""))
-    shown = " ".join(perturbkv("policies", "adakv(my.py:P)").out.split())
+    shown = " ".join(perturbkv("list", "policies", "adakv(my.py:P)").out.split())
     assert shown.startswith("adakv(by=my.py:P): snapkv's score; a layer's heads compete for its budget")
-    assert "it ranks by my.py:P: `perturbkv policies 'my.py:P'` tells the options of that" in shown
-    assert "written 'two-stage(alpha=0.5)'" in perturbkv("policies", "two-stage(alpha=0.5)").out
+    assert "it ranks by my.py:P: `perturbkv list policies 'my.py:P'` tells the options of that" in shown
+    assert "written 'two-stage(alpha=0.5)'" in perturbkv("list", "policies", "two-stage(alpha=0.5)").out
     for wrong, said in {
         "adakv(flor=1)": "policy 'adakv' has no option 'flor'",
         "adakv(my.py:Q)": "my.py has no class 'Q'",
         "two-stage(alpha=2)": "alpha of 'two-stage' must lie in [0, 1], got 2",
     }.items():
-        refused(perturbkv("policies", wrong), said)
+        refused(perturbkv("list", "policies", wrong), said)
 
 
 def test_what_can_be_chosen_is_listed_once_and_what_cannot_is_not(perturbkv: Run) -> None:
-    known = perturbkv("policies", "nope").err.partition("known: ")[2].strip().split(", ")
+    known = perturbkv("list", "policies", "nope").err.partition("known: ")[2].strip().split(", ")
     assert len(known) == len(set(known))
     assert {"random", "two-stage", "kv"} <= set(known)
     assert "given" not in known
-    assert not re.search(r"^given\b", perturbkv("policies").out, re.MULTILINE)
+    assert not re.search(r"^given\b", perturbkv("list", "policies").out, re.MULTILINE)
     assert "given" not in perturbkv("trace", "--selection", "nope").err
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from perturbkv.engines.scheduler import Gone, Scheduler, Waiting
-from perturbkv.engines.worker import Heard, Models, Reply, Worker
+from perturbkv.engines.worker import LogBuffer, Models, Reply, Worker
 from perturbkv.errors import ActivationError, NoMemoryError, WorkerError
 from tests.support.crews import HANGING, FakeCrew, Nothing, Told
 
@@ -85,7 +85,7 @@ def test_an_error_of_ours_travels_as_itself_and_names_the_worker() -> None:
             where = "logits"
             raise ActivationError(where, "p7")
 
-    reply = Worker(FakeCrew().places[0], Heard()).begin(Refusing())  # type: ignore[arg-type]
+    reply = Worker(FakeCrew().places[0], LogBuffer()).begin(Refusing())  # type: ignore[arg-type]
     crew = FakeCrew(count=1, begun=lambda place: reply)
     with pytest.raises(ActivationError, match=r"^worker 1 \(cpu\): logits hold NaN or Inf in sample 'p7'$") as caught:
         Scheduler(crew).run(Told().work([1]))
@@ -97,7 +97,7 @@ def test_a_fault_that_nobody_foresaw_comes_with_its_traceback() -> None:
         def prepare(self, models: object) -> None:
             raise ZeroDivisionError
 
-    reply = Worker(FakeCrew().places[0], Heard()).begin(Broken())  # type: ignore[arg-type]
+    reply = Worker(FakeCrew().places[0], LogBuffer()).begin(Broken())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="(?s)worker 1.*in prepare.*ZeroDivisionError"):
         Scheduler(FakeCrew(begun=lambda place: reply)).run(Told().work([1]))
 

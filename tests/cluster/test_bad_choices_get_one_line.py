@@ -18,13 +18,14 @@ import perturbkv as pk
 from perturbkv.api.inputs import planned
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
-from perturbkv.configs.resources import EngineConfig, Resources
+from perturbkv.configs.resources import Resources, Workers
+from perturbkv.configs.run import Settings
 from perturbkv.engines import choosing, processes, work_items
 from perturbkv.engines import ray as joining
 from perturbkv.engines import ray as nodes
 from perturbkv.engines.ray import Node
 from perturbkv.errors import ConfigError, ModelError, NoMemoryError, PerturbkvError, UnknownNameError
-from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.plan import Plan
 
 GIB = 2**30
 
@@ -32,22 +33,22 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"name": "rya"}, "unknown engine 'rya'; known: ray"),
-        ({"name": "workers", "workers": 0}, "from 1 to 4,096, got 0"),
-        ({"name": "workers", "workers": -1}, "from 1 to 4,096, got -1"),
-        ({"name": "ray", "workers": 10**9}, "from 1 to 4,096, got 1000000000"),
-        ({"name": "workers", "workers": True}, "got True"),
-        ({"name": "workers", "cpus_per_worker": 0}, "--cpus-per-worker"),
-        ({"name": "workers", "timeout_per_sample": 0.0}, "seconds above 0, got 0.0"),
-        ({"name": "workers", "timeout_per_sample": float("nan")}, "a finite number"),
+        ({"engine": "rya"}, "unknown engine 'rya'; known: ray"),
+        ({"engine": "workers", "workers": 0}, "from 1 to 4,096, got 0"),
+        ({"engine": "workers", "workers": -1}, "from 1 to 4,096, got -1"),
+        ({"engine": "ray", "workers": 10**9}, "from 1 to 4,096, got 1000000000"),
+        ({"engine": "workers", "workers": True}, "got True"),
+        ({"engine": "workers", "cpus_per_worker": 0}, "--cpus-per-worker"),
+        ({"engine": "workers", "timeout_per_sample": 0.0}, "seconds above 0, got 0.0"),
+        ({"engine": "workers", "timeout_per_sample": float("nan")}, "a finite number"),
         ({"workers": 2}, r"--workers \(workers=…\) has no effect here: it needs --engine workers or --engine ray"),
         ({"timeout_per_sample": 2.0}, "--timeout-per-sample .* has no effect here"),
-        ({"name": "workers", "ray_address": "a:1"}, "it needs --engine ray; leave it out"),
+        ({"engine": "workers", "ray_address": "a:1"}, "it needs --engine ray; leave it out"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(asked: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, UnknownNameError), match=words):
-        EngineConfig(**asked)
+        Workers(**asked)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_command_refuses_in_one_line(
 def test_without_ray_the_command_that_brings_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'perturbkv\[ray\]'"):
-        joining.bring_ray()
+        joining.import_ray()
 
 
 def test_a_port_at_which_somebody_else_answers_is_no_cluster() -> None:
@@ -128,70 +129,70 @@ def test_a_model_that_was_given_loaded_is_refused(folder: Path, data: Path) -> N
     given = pk.load_model(named.model, tokenizer=named.tokenizer)
     prompts = pk.load_prompts(str(data), given, samples=1)
     with pytest.raises(ModelError, match=r"can open by its name.*was given loaded; name it"):
-        pk.measure(given, prompts, pk.grid(24, window=8), engine="workers", workers=1, progress=False)
+        pk.measure(given, prompts, pk.grid(24, window=8), workers=pk.Workers("workers", workers=1), progress=False)
 
 
 def test_one_gpu_by_its_number_is_no_place_for_workers(plan: Plan) -> None:
     placed = dataclasses.replace(plan.placement, device=torch.device("cuda:1"))
     with pytest.raises(ConfigError, match="cuda:1 is one GPU, and workers take one each; say --device cuda"):
-        processes.check_device(EngineConfig("workers"), dataclasses.replace(plan, placement=placed))
+        processes.check_device(Workers("workers"), dataclasses.replace(plan, placement=placed))
 
 
 def test_more_workers_than_gpus_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     placed = dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, device=torch.device("cuda")))
-    assert [place.device for place in processes.worker_places(EngineConfig("workers"), placed)] == ["cuda:0", "cuda:1"]
+    assert [place.device for place in processes.worker_places(Workers("workers"), placed)] == ["cuda:0", "cuda:1"]
     with pytest.raises(ConfigError, match="each of this machine's 2 GPUs, got --workers 3"):
-        processes.worker_places(EngineConfig("workers", workers=3), placed)
+        processes.worker_places(Workers("workers", workers=3), placed)
 
 
 def test_workers_that_do_not_fit_the_memory_together_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perturbkv.memory.free", lambda device: processes.needed_bytes(plan) * 3 // 2)
     monkeypatch.setattr(processes, "cores", lambda: 8)
-    assert len(processes.worker_places(EngineConfig("workers", workers=1), plan)) == 1
+    assert len(processes.worker_places(Workers("workers", workers=1), plan)) == 1
     with pytest.raises(NoMemoryError, match="2 workers, each with model .* fewer --workers take less"):
-        processes.worker_places(EngineConfig("workers", workers=2), plan)
+        processes.worker_places(Workers("workers", workers=2), plan)
 
 
 def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert processes.threads(EngineConfig("workers"), 4) == 4
-    assert processes.threads(EngineConfig("workers", cpus_per_worker=3), 4) == 3
+    assert processes.threads(Workers("workers"), 4) == 4
+    assert processes.threads(Workers("workers", cpus_per_worker=3), 4) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert processes.threads(EngineConfig("workers"), 4) == 2
+    assert processes.threads(Workers("workers"), 4) == 2
 
 
 def test_workers_that_want_more_cores_than_there_are_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 8)
-    assert len(processes.worker_places(EngineConfig("workers", workers=2, cpus_per_worker=4), plan)) == 2
+    assert len(processes.worker_places(Workers("workers", workers=2, cpus_per_worker=4), plan)) == 2
     with pytest.raises(ConfigError, match="this machine's 8 cores, got 2 with --cpus-per-worker 5"):
-        processes.worker_places(EngineConfig("workers", workers=2, cpus_per_worker=5), plan)
+        processes.worker_places(Workers("workers", workers=2, cpus_per_worker=5), plan)
 
 
 BIG, SMALL = Node("big", "10.0.0.1", 8, 2, 64 * GIB, 80 * GIB), Node("small", "10.0.0.2", 8, 4, 64 * GIB, 16 * GIB)
 
 
 def test_actors_go_where_gpus_hold_the_model() -> None:
-    seats = nodes.seats(EngineConfig("ray"), [SMALL, BIG], "cuda", 40 * GIB)
+    seats = nodes.seats(Workers("ray"), [SMALL, BIG], "cuda", 40 * GIB)
     assert [(seat.key, seat.gpus) for seat in seats] == [("big", 1)] * 2
-    assert len(nodes.seats(EngineConfig("ray"), [SMALL, BIG], "cuda", 10 * GIB)) == 6
+    assert len(nodes.seats(Workers("ray"), [SMALL, BIG], "cuda", 10 * GIB)) == 6
     with pytest.raises(NoMemoryError, match="need 100.0 GiB, and the largest free GPU of the Ray cluster has 80.0 GiB"):
-        nodes.seats(EngineConfig("ray"), [SMALL, BIG], "cuda", 100 * GIB)
+        nodes.seats(Workers("ray"), [SMALL, BIG], "cuda", 100 * GIB)
     with pytest.raises(ConfigError, match="the Ray cluster's 2 free GPUs that hold the model, got --workers 3"):
-        nodes.seats(EngineConfig("ray", workers=3), [SMALL, BIG], "cuda", 40 * GIB)
+        nodes.seats(Workers("ray", workers=3), [SMALL, BIG], "cuda", 40 * GIB)
     busy = [dataclasses.replace(node, gpus=0) for node in (SMALL, BIG)]
     with pytest.raises(ConfigError, match="a free GPU in the Ray cluster, got none"):
-        nodes.seats(EngineConfig("ray"), busy, "cuda", GIB)
+        nodes.seats(Workers("ray"), busy, "cuda", GIB)
 
 
 def test_actors_on_cpus_share_cores_and_memory() -> None:
     two = [Node("a", "a", 5, 0, 10 * GIB), Node("b", "b", 5, 0, 100 * GIB)]
-    seats = nodes.seats(EngineConfig("ray", workers=4), two, "cpu", 6 * GIB)
+    seats = nodes.seats(Workers("ray", workers=4), two, "cpu", 6 * GIB)
     assert [(seat.key, seat.cpus) for seat in seats] == [("b", 1), ("b", 1), ("b", 1), ("b", 1)]
     assert all(seat.memory == 6 * GIB for seat in seats)
     with pytest.raises(NoMemoryError, match="no node of the Ray cluster has more than 100.0 GiB free"):
-        nodes.seats(EngineConfig("ray"), two, "cpu", 200 * GIB)
+        nodes.seats(Workers("ray"), two, "cpu", 200 * GIB)
 
 
 def test_a_score_of_the_program_itself_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,17 +205,17 @@ def test_a_score_of_the_program_itself_is_refused(plan: Plan, monkeypatch: pytes
 
 def test_another_version_of_a_score_is_refused_where_it_is_loaded(plan: Plan) -> None:
     with pytest.raises(PerturbkvError, match="expected 'snapkv' as the run was planned with it, got another version"):
-        work_items.bring_registered((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
+        work_items.import_registered((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
 
 
 def test_the_device_of_a_cluster_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert choosing.device(EngineConfig("ray"), "cuda") == torch.device("cuda")
+    assert choosing.device(Workers("ray"), "cuda") == torch.device("cuda")
     with pytest.raises(ConfigError, match="this machine has 0"):
-        choosing.device(EngineConfig("workers"), "cuda")
+        choosing.device(Workers("workers"), "cuda")
 
 
 def test_a_sweep_file_takes_the_engine_too() -> None:
-    assert RunOptions(engine="workers", workers=2).spread == EngineConfig("workers", 2)
+    assert RunOptions(engine="workers", workers=2).spread == Workers("workers", 2)
     with pytest.raises(ConfigError, match="no effect"):
         _ = RunOptions(workers=2).spread

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 import perturbkv as pk
 from perturbkv.api.inputs import planned
 from perturbkv.cli.main import app
-from perturbkv.configs.resources import EngineConfig, Resources
-from perturbkv.engines.choosing import Here, Spread
+from perturbkv.configs.resources import Resources, Workers
+from perturbkv.configs.run import Settings
+from perturbkv.engines.choosing import Here, WorkerEngine
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.worker import Place
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import run_in_memory, run_to_file
 from perturbkv.schema import KEPT, PREFILLS
 from tests.support.alike import assert_close_where_rounded, differing
@@ -53,7 +54,7 @@ def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Sche
     assert len(plan.run.configs) > 15
     alone = run_to_file(plan, Here(), tmp_path / "here.h5")
     told: list[tuple[int, int]] = []
-    engine = Spread(EngineConfig("workers"), [plan], two)
+    engine = WorkerEngine(Workers("workers"), [plan], two)
     spread = run_to_file(plan, engine, tmp_path / "spread.h5", progress=lambda *done: told.append(done))
     assert differing(alone, spread) == []
     assert told == [(done, 6) for done in range(7)]
@@ -67,7 +68,7 @@ def test_prefills_of_their_own_are_read_elsewhere_too(
     """But for how long they took."""
     plan = plan_of(model, data, pk.grid(30, policy="vertical-slash", selection=("attention", "random"), window=8))
     alone = run_to_file(plan, Here(), tmp_path / "here.h5")
-    spread = run_to_file(plan, Spread(EngineConfig("workers"), [plan], two), tmp_path / "spread.h5")
+    spread = run_to_file(plan, WorkerEngine(Workers("workers"), [plan], two), tmp_path / "spread.h5")
     assert set(differing(alone, spread)) <= set(PREFILLS)
     assert (pk.read_trace(spread).arrays["held_share"] < 1).all()
 
@@ -76,7 +77,7 @@ def test_configurations_are_shared_out_and_joined_again(
     model: Adapter, data: Path, two: Scheduler, tmp_path: Path
 ) -> None:
     plan = plan_of(model, data, pk.grid((16, 20, 24), selection=("attention", "two-stage"), window=8))
-    engine = Spread(EngineConfig("workers", by_configs=True), [plan], two)
+    engine = WorkerEngine(Workers("workers", by_configs=True), [plan], two)
     spread = run_to_file(plan, engine, tmp_path / "spread.h5")
     held = run_in_memory(plan, engine)
     assert differing(held, spread) == []
@@ -95,7 +96,7 @@ def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
     alone = run_in_memory(plan, Here())
     for tokens, harm in ((120, "kill once"), (180, "kill"), (210, "hang once")):
         mischief.on(tokens, harm)
-    engine = Spread(EngineConfig("workers", timeout_per_sample=4), [plan], two)
+    engine = WorkerEngine(Workers("workers", timeout_per_sample=4), [plan], two)
     harmed = pk.read_trace(run_to_file(plan, engine, tmp_path / "harmed.h5"))
     assert harmed.failures == {"p180": "its worker ended twice (signal 9) on sample 'p180'"}
     assert (len(mischief.met(120)), len(mischief.met(180)), len(mischief.met(210))) == (1, 2, 1)
@@ -107,7 +108,7 @@ def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
 
 def test_a_worker_that_dies_with_nothing_to_do_is_replaced(model: Adapter, data: Path, two: Scheduler) -> None:
     plan = plan_of(model, data, pk.grid(24, window=8))
-    engine = Spread(EngineConfig("workers"), [plan], two)
+    engine = WorkerEngine(Workers("workers"), [plan], two)
     before = run_in_memory(plan, engine)
     hired = _hired()
     killed = min(hired, key=lambda process: process.pid)
@@ -128,7 +129,7 @@ def test_a_script_measures_in_workers(model: Adapter, data: Path) -> None:
     """Without a guard of `__main__`: a worker imports nothing of the program."""
     prompts, configs = pk.load_prompts(str(data), model, samples=2), pk.grid(24, window=8)
     alone = pk.measure(model, prompts, configs, progress=False)
-    spread = pk.measure(model, prompts, configs, engine="workers", workers=1, progress=False)
+    spread = pk.measure(model, prompts, configs, workers=pk.Workers("workers", workers=1), progress=False)
     assert differing(alone, spread) == []
 
 

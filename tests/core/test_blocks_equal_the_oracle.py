@@ -13,10 +13,10 @@ from perturbkv.configs.selections import PRESETS, Blocks
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection import ranking
 from perturbkv.selection.grid import configuration, grid
-from perturbkv.selection.kept_sets import select
 from tests.core.test_selection_equals_the_oracle import POLICIES, PREFIX_SELECTIONS, check, config, statistics
 from tests.oracle.blocks import tables
 from tests.support.models import HEADS
+from tests.support.resolved import select
 
 SHARED = [name for name in POLICIES if name not in ("adakv", "headkv")]
 """Policies that do not share a layer's budget out between its heads."""

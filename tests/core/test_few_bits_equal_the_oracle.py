@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from perturbkv.cache.entries import KeptEntries, borrow
-from perturbkv.cache.quantisation import parts, quantised, rounded
+from perturbkv.cache.quantisation import group_lengths, quantise_dequantise, quantise_entries
 from perturbkv.configs.choice import Choice, parse
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import check_fill, entries_within, stored_bits
+from perturbkv.configs.precision import check_fill, entries_in_bytes, stored_bits
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.grid import configuration, grid
 from tests.oracle import quantisation as naive
@@ -33,7 +33,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_group_has_a_scale_and_a_minimum_of_its_own(bits: int, seed: int) -> None:
     data, groups = numbers(11, 3, seed=seed), [4, 4, 3]
-    found = rounded(data, groups, bits)
+    found = quantise_dequantise(data, groups, bits)
     for column in range(3):
         for begin, length in zip((0, 4, 8), groups, strict=True):
             group = data[begin : begin + length, column].tolist()
@@ -45,7 +45,7 @@ def test_a_group_has_a_scale_and_a_minimum_of_its_own(bits: int, seed: int) -> N
 def test_no_code_lies_outside_its_bits(offset: float) -> None:
     """In 16 bits the minimum lies above the least number, or far below it: codes end at 0 and at the last."""
     data = offset + torch.linspace(0, 0.7, 9, dtype=torch.float64).unsqueeze(-1)
-    found = rounded(data, [9], 2).squeeze(-1)
+    found = quantise_dequantise(data, [9], 2).squeeze(-1)
     assert found.tolist() == naive.group_of(data.squeeze(-1).tolist(), 2)
     assert len(found.unique()) <= 4 and found.min() >= float(np.float16(offset))
 
@@ -53,9 +53,9 @@ def test_no_code_lies_outside_its_bits(offset: float) -> None:
 def test_a_group_of_one_value_is_that_value() -> None:
     """No scale tells its numbers apart; what is left is the minimum in 16 bits, and no NaN."""
     data = torch.tensor([[0.5, -3.25, 0.0, 1e-9]]).expand(7, 4)
-    assert torch.equal(rounded(data, [4, 3], 2), torch.tensor([[0.5, -3.25, 0.0, 0.0]]).expand(7, 4))
+    assert torch.equal(quantise_dequantise(data, [4, 3], 2), torch.tensor([[0.5, -3.25, 0.0, 0.0]]).expand(7, 4))
     close = torch.tensor([[1.0], [1.0 + 2**-23]])
-    assert rounded(close, [2], 8).tolist() == [[1.0], [1.0]]
+    assert quantise_dequantise(close, [2], 8).tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_keys_go_by_channel_and_values_by_entry(length: int, window: int, group:
     window = chosen.window
     keys, values = (torch.from_numpy(np.random.default_rng(s).normal(size=(2 * length + 3, d_head))) for s in (1, 2))
     entries = KeptEntries.of(torch.split(keys, lengths), torch.split(values, lengths))
-    for place, (found_keys, found_values) in enumerate(quantised(entries, chosen).sets()):
+    for place, (found_keys, found_values) in enumerate(quantise_entries(entries, chosen).sets()):
         own_keys, own_values = (torch.split(kind, lengths)[place].numpy() for kind in (keys, values))
         few = lengths[place] - window
         expected = np.array([*naive.keys(list(own_keys[:few]), 2, group), *own_keys[few:]])
@@ -79,7 +79,7 @@ def test_keys_go_by_channel_and_values_by_entry(length: int, window: int, group:
 def test_what_is_borrowed_stays_as_it_is() -> None:
     keys, values = torch.randn(2, 10, 4), torch.randn(2, 10, 4)
     before = keys.clone(), values.clone()
-    found = quantised(borrow(keys, values), config("quantise(bits=2)"))
+    found = quantise_entries(borrow(keys, values), config("quantise(bits=2)"))
     assert found.rectangle is None
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
     assert not torch.equal(found.keys.view(2, 10, 4)[:, :6], keys[:, :6])
@@ -88,7 +88,7 @@ def test_what_is_borrowed_stays_as_it_is() -> None:
 
 def test_more_bits_lose_less() -> None:
     data = torch.randn(64, 16)
-    lost = [float((rounded(data, parts(64, 32), bits) - data).abs().mean()) for bits in (8, 4, 2)]
+    lost = [float((quantise_dequantise(data, group_lengths(64, 32), bits) - data).abs().mean()) for bits in (8, 4, 2)]
     assert lost[0] < lost[1] / 10 < lost[2] / 30
 
 
@@ -108,7 +108,7 @@ def test_a_budget_of_bytes_is_filled(bits: int, group: int, d_head: int) -> None
     asked = SimpleNamespace(bits=bits, group=group, window=32)
     held = [naive.bits_held(asked, kept, 400, d_head) for kept in range(401)]
     for budget in (33, 64, 150, 399):
-        room, found = budget * 2 * 16 * d_head, entries_within(precision, budget, 32, 400)
+        room, found = budget * 2 * 16 * d_head, entries_in_bytes(precision, budget, 32, 400)
         assert held[found] <= room and (found == 400 or held[found + 1] > room)
 
 

@@ -114,10 +114,10 @@ def model(layers: int = 2, heads: int = 2) -> SimpleNamespace:
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     path.write_text(files.as_json([[0.5, 0.0], [1.0, 2.0]], (0, 1)))
-    assert files.given(path, model(), "headkv", "what works: snapkv") == ((0.5, 0.0), (1.0, 2.0))
-    assert files.given(path, model(), None, "") == ()
+    assert files.read_required(path, model(), "headkv", "what works: snapkv") == ((0.5, 0.0), (1.0, 2.0))
+    assert files.read_required(path, model(), None, "") == ()
     path.write_text(json.dumps({"0-0": [1, 2], "0-1": [3], "1-0": 0, "1-1": 1}))  # HeadKV's own files hold lists
-    assert files.given(path, model(), "headkv", "what works: snapkv") == ((1.5, 3.0), (0.0, 1.0))
+    assert files.read_required(path, model(), "headkv", "what works: snapkv") == ((1.5, 3.0), (0.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,13 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, words: s
     path = tmp_path / "scores.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        files.given(path, model(), "headkv", "what works: snapkv")
+        files.read_required(path, model(), "headkv", "what works: snapkv")
 
 
 def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="perturbkv head-scores .*what works: snapkv"):
-        files.given(None, model(), "headkv", "what works: snapkv")
-    with pytest.raises(ConfigError, match="got nothing; perturbkv head-scores measures them; what works: snapkv"):
-        files.given(tmp_path / "none.json", model(), "headkv", "what works: snapkv")
+    with pytest.raises(ConfigError, match="perturbkv trace --head-scores .*what works: snapkv"):
+        files.read_required(None, model(), "headkv", "what works: snapkv")
+    with pytest.raises(
+        ConfigError, match="got nothing; perturbkv trace --head-scores measures them; what works: snapkv"
+    ):
+        files.read_required(tmp_path / "none.json", model(), "headkv", "what works: snapkv")

@@ -20,17 +20,18 @@ from perturbkv.scoring.scores.defensive import Defensive
 from perturbkv.scoring.scores.lava import LAVa
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.kept_sets import ranking_groups, select
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.lava import entropy
 from perturbkv.selection.ranking import Scores
+from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 from tests.oracle import later_scores as naive
 from tests.oracle import policies
 from tests.oracle.selection import top
 from tests.oracle.theory import pool
 from tests.support.layers import SCALE, layer_view
 from tests.support.models import HEADS
+from tests.support.resolved import ranking_groups, select
 
 LAYERS, WINDOW = 3, 5
 KINDS = [("max", 7), ("average", 5), ("none", 1)]
@@ -55,7 +56,7 @@ def test_lavas_score(heads: tuple[int, int], kind: str, kernel: int) -> None:
         chosen = config("lava", granularity=granularity, pool=kind, kernel=kernel if kind != "none" else None)
         given_rows = LayerStatistics(scored(score.unpooled(), seen), seen.norms[:, :-WINDOW], heads[1], 0, 1, "s")
         largest = expected.reshape(kept, -1, seen.prefix).max(axis=1)
-        np.testing.assert_allclose(Scores(given_rows).attention(chosen).numpy(), largest, rtol=1e-10)
+        np.testing.assert_allclose(Scores(given_rows).attention(resolve(chosen)).numpy(), largest, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("kind", "kernel"), KINDS)
@@ -83,12 +84,12 @@ def test_scores_of_bfloat16_layers_are_finite_and_of_prompts_inside_the_window_e
     assert scored(score, layer_view(4, 2, n=4, seed=5, window=WINDOW)).shape[-1] == 0
 
 
-def config(policy: str, budget: int = 14, **fields: object) -> EvictionConfig:
+def config(policy: str, budget: int = 14, **fields: object) -> ResolvedConfig:
     given_fields = {name: value for name, value in fields.items() if value is not None}
-    return configuration(budget, policy=policy, selection="attention", **{"window": WINDOW, **given_fields})
+    return resolve(configuration(budget, policy=policy, selection="attention", **{"window": WINDOW, **given_fields}))
 
 
-def statistics(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: int, ties: bool = False) -> Statistics:
+def statistics(chosen: ResolvedConfig, heads: int, kv_heads: int, n: int, seed: int, ties: bool = False) -> Statistics:
     """Layers unlike each other: some spread widely, some of small numbers."""
     draw, prefix = np.random.default_rng(seed), max(0, n - WINDOW)
 
@@ -97,12 +98,12 @@ def statistics(chosen: EvictionConfig, heads: int, kv_heads: int, n: int, seed: 
         return torch.from_numpy((np.round(found * 12) / 12 + 1e-3 if ties else found) * size)
 
     shapes = [(2.0, 1.0), (0.1, 0.7), (0.5, 0.3)]
-    wanted = {one: [made(*shape) for shape in shapes] for one in all_asked(chosen)}
+    wanted = {one: [made(*shape) for shape in shapes] for one in all_asked(resolve(chosen))}
     norms = [torch.from_numpy(draw.lognormal(size=(heads, n))) for _ in shapes]
     return Statistics("s", n, kv_heads, LAYERS, wanted, norms)
 
 
-def found(chosen: EvictionConfig, given_scores: Statistics) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+def found(chosen: ResolvedConfig, given_scores: Statistics) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """(layer, kept head): positions kept, and those of stage 1."""
     kept, first = [], []
     for layer in range(LAYERS):
@@ -163,7 +164,7 @@ def test_defensive_keeps_what_the_oracle_keeps(
     given_scores = statistics(chosen, 4, 2, n, seed, ties)
     always, places, mean = ends(chosen, n)
     sets = 4 if granularity == "query" else 2
-    worst, means = (given_scores.scored[asked] for asked in all_asked(chosen))
+    worst, means = (given_scores.scored[asked] for asked in all_asked(resolve(chosen)))
     scores = [reduced(raw, sets, "max") for raw in worst]
     most = max(0, min(mean, (n - WINDOW) * min(budget, n) // n - WINDOW))
     first = [naive.stage1(reduced(raw, sets, "mean"), WINDOW, mass, places, most) for raw in means]
@@ -203,7 +204,7 @@ def test_kvzip_keeps_what_the_oracle_keeps(
         for head in range(sets):
             best = top({place: scores[layer][head][place] for place in places}, counts[layer][head])
             assert kept[layer][head] == sorted([*always, *best])
-    given_scores.scored[all_asked(by_sinks)[0]] = given_scores.scored[asked]
+    given_scores.scored[all_asked(resolve(by_sinks))[0]] = given_scores.scored[asked]
     assert found(by_sinks, given_scores)[0] == kept, "the first entries stay by themselves"
 
 
@@ -230,7 +231,7 @@ def test_one_order_serves_every_budget_and_protected_entries_are_not_in_it() -> 
 
 def test_budgets_of_the_whole_model_need_the_whole_model() -> None:
     chosen = config("lava", 14)
-    alone = statistics(chosen, 4, 2, 30, seed=1).scored[all_asked(chosen)[0]][0]
+    alone = statistics(chosen, 4, 2, 30, seed=1).scored[all_asked(resolve(chosen))[0]][0]
     with pytest.raises(ConfigError, match="look at all layers need a whole prompt"):
         select(chosen, LayerStatistics(alone, alone, 2, 0, LAYERS, "s"), 30)
 

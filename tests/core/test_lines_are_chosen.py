@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 from perturbkv.selection.sparse_lines import LastQueries, Lines, choose, diagonals, last, measured, wanted
+from tests.support.resolved import every
 
 WINDOW, N = 3, 23
 PINNED = (52, 71, 101, 137, 165, 209)
@@ -20,11 +21,11 @@ PINNED = (52, 71, 101, 137, 165, 209)
 
 def lined(
     selection: str = "attention", budget: float = 12, granularity: str = "query", **options: Any
-) -> EvictionConfig:
+) -> ResolvedConfig:
     looks = {} if selection.startswith("random") else {"last": 5}
     told = ", ".join(f"{name}={value}" for name, value in {"first": 2, **looks, **options}.items())
     policy = f"vertical-slash({told})"
-    return configuration(budget, policy=policy, selection=selection, window=WINDOW, granularity=granularity)
+    return resolve(configuration(budget, policy=policy, selection=selection, window=WINDOW, granularity=granularity))
 
 
 def world(seed: int, heads: int = 4, queries: int = 5, n: int = N) -> LastQueries:
@@ -152,15 +153,15 @@ def test_a_group_has_one_choice(granularity: str) -> None:
 
 def test_the_queries_that_are_measured_are_the_same_on_every_machine() -> None:
     """One in each 32nd of what lies behind the band and the first entries, whatever the budget."""
-    config = configuration(128, policy="vertical-slash", selection="attention")
+    config = resolve(configuration(128, policy="vertical-slash", selection="attention"))
     found = measured(config, 1000, "needle-0")
     assert found[:6] == PINNED and len(set(found)) == 32
     for part, position in enumerate(found):
         assert 36 + part * 964 // 32 <= position < 36 + (part + 1) * 964 // 32
-    assert found == measured(configuration(256, policy="vertical-slash", selection="random"), 1000, "needle-0")
+    assert found == measured(resolve(configuration(256, policy="vertical-slash", selection="random")), 1000, "needle-0")
     assert found != measured(config, 1000, "needle-1")
     assert found != measured(
-        configuration(128, policy="vertical-slash(seed=1)", selection="attention"), 1000, "needle-0"
+        resolve(configuration(128, policy="vertical-slash(seed=1)", selection="attention")), 1000, "needle-0"
     )
 
 
@@ -171,6 +172,7 @@ def test_short_prompts_have_fewer_queries() -> None:
 
 
 def test_nothing_is_remembered_where_nobody_looks_along_lines() -> None:
-    assert wanted([configuration(128), configuration(128, policy="quest", selection="attention")], 1000, "s") == set()
+    others = every([configuration(128), configuration(128, policy="quest", selection="attention")])
+    assert wanted(others, 1000, "s") == set()
     both = [lined(), lined("two-stage")]
     assert wanted(both, N, "s") == {last(both[0], N), measured(both[0], N, "s")}

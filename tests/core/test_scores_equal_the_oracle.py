@@ -18,6 +18,7 @@ from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Scores
+from perturbkv.selection.resolved_config import resolve
 from tests.oracle import scores as naive
 from tests.support.layers import SCALE, layer_view
 from tests.support.models import HEADS
@@ -207,7 +208,7 @@ def test_distances_are_exact_for_the_heaviest_entry() -> None:
     assert (left.place == 2).all()
     direct = (seen.values[0, 2] - seen.outputs).square().sum(dim=-1)
     assert (seen.distances[..., 2] / direct).sub(1).abs().max() < 1e-5, "o carries the rounding of v"
-    np.testing.assert_allclose(seen.distances[..., 2], left.mass.square() * left.apart, rtol=1e-15)
+    np.testing.assert_allclose(seen.distances[..., 2], left.mass.square() * left.squared_distance, rtol=1e-15)
     np.testing.assert_allclose(seen.outputs, seen.attention @ seen.values, rtol=1e-14)
 
 
@@ -224,7 +225,7 @@ def test_scores_below_zero_are_pooled_over_the_entries_that_are_there(kind: str,
     chosen = configuration(
         4, policy=f"knorm(pool={kind}, kernel={kernel})", selection="attention", granularity="kv", window=1
     )
-    found = Scores(statistics).attention(chosen)
+    found = Scores(statistics).attention(resolve(chosen))
     for head in range(2):
         for place in range(begin, n):
             inside = [float(score[head, i]) for i in range(max(begin, place - 2), min(n, place + 3))]

@@ -14,11 +14,11 @@ from perturbkv.configs.selections import PRESETS, SELECTIONS
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.kept_sets import select
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import rank
 from tests.oracle import selection as naive
 from tests.support.models import HEADS
+from tests.support.resolved import select
 
 EUCLIDEAN = ["two-stage(norm=l2)", "value(norm=l2)", "hindsight(norm=l2)"]
 PREFIX_SELECTIONS = [*(name for name in SELECTIONS if name not in ("random", "position", "given")), *EUCLIDEAN]

@@ -17,8 +17,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import configuration, grid
-from perturbkv.selection.kept_sets import select
 from tests.core.test_selection_equals_the_oracle import LAYERS, check, statistics
+from tests.support.resolved import select
 
 ROWS = [[0.0, 0.3, 1.0, 0.8], [0.6, 0.1, 0.45, 0.95], [0.5, 0.5, 0.25, 0.0]]
 HEAD = {"by": "head", "alpha": ROWS, "layers": [0, 1, 2]}
@@ -173,7 +173,9 @@ def test_another_file_is_refused(document: object, said: str, tmp_path: Path) ->
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected shares of stage 1 as JSON at .*, got nothing; perturbkv alpha"):
+    with pytest.raises(
+        ConfigError, match="expected shares of stage 1 as JSON at .*, got nothing; perturbkv question alpha"
+    ):
         of(str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="got a folder, not a regular file"):
         of(str(tmp_path))

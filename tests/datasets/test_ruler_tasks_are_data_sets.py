@@ -48,15 +48,15 @@ def made(task: str, samples: int = 2, **options: Any) -> LoadedDataset:
 def test_there_are_13_of_which_6_need_no_data() -> None:
     names = [info.name for info in dataset_registry.known() if dataset_registry.in_ruler(info.name)]
     assert sorted(names) == sorted(f"ruler:{name}" for name in LENGTHS)
-    offline = {name for name in names if not dataset_registry.takes(name, "data_dir")}
+    offline = {name for name in names if not dataset_registry.uses_option(name, "data_dir")}
     assert offline == {
         f"ruler:{name}" for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     }
     for info in dataset_registry.known():
-        assert dataset_registry.takes(info.name, "lengths") == (
+        assert dataset_registry.uses_option(info.name, "lengths") == (
             info.name == "needle" or dataset_registry.in_ruler(info.name)
         )
-    assert not dataset_registry.takes("some.jsonl", "lengths")
+    assert not dataset_registry.uses_option("some.jsonl", "lengths")
 
 
 @pytest.mark.parametrize("task", LENGTHS)

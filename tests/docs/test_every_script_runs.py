@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ def test_every_script_has_a_test_here() -> None:
     tested = Path(__file__).read_text()
     names = {path.name for path in SCRIPTS.glob("*.py")} - BY_OTHERS
     assert {name for name in names if f'script("{name.removesuffix(".py")}"' not in tested} == set()
+
+
+def test_the_json_reference_is_what_results_declare() -> None:
+    page = (DOCS / "json.md").read_text()
+    assert runpy.run_path(str(SCRIPTS / "json_reference.py"))["page"](page) == page  # script("json_reference")
 
 
 def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:

@@ -114,7 +114,7 @@ def test_a_score_of_ones_own_is_measured_under_any_budget_rule(copy: Path, data:
     assert said["comparisons"][0]["isolated"]["tied"] < said["comparisons"][0]["heads"]
     lines = (copy / "my_score.py").read_text().splitlines()
     assert len(lines) <= 15
-    assert "tau" in perturbkv(copy, "policies", "my_score.py:Peak")
+    assert "tau" in perturbkv(copy, "list", "policies", "my_score.py:Peak")
 
 
 def test_a_family_and_a_command_run(copy: Path, data: Path, tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ def test_arrows_lead_from_the_treatments_budget_to_the_baselines_for_the_same(wi
         assert len(arrows) == 5
         for arrow, point in zip(arrows, one.points, strict=True):
             assert arrow.xyann == pytest.approx((point.at, scale * point.level))
-            end = point.reached.value if point.reached.told else figure.axes[panel].get_xlim()[1]
+            end = point.equivalent.value if point.equivalent.known else figure.axes[panel].get_xlim()[1]
             assert arrow.xy == pytest.approx((end, scale * point.level))
         bars = artists(figure, panel, f"interval {one.measure}")
-        told = [point for point in one.points if point.reached.told]
+        told = [point for point in one.points if point.equivalent.known]
         assert len(bars) == len(told)
         assert [text.get_text() for text in figure.axes[panel].texts if "%" in text.get_text()] == [
             f"{100 * point.saving:z.0f} %".replace("-", "−") for point in told
@@ -72,9 +72,9 @@ def test_what_is_saved_stands_inside_its_panel_and_on_no_other(width: int) -> No
             assert panel.y0 < box.y0
             assert box.y1 < panel.y1
         assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
-        known = [point for point in one.points if not point.reached.flat]
+        known = [point for point in one.points if not point.equivalent.flat]
         assert len(artists(figure, figure.axes.index(axes), f"arrow {one.measure}")) == len(known)
-    assert any(point.reached.flat for point in result.measures[0].points)
+    assert any(point.equivalent.flat for point in result.measures[0].points)
     assert any(text.get_text().startswith("−") for axes in figure.axes for text in axes.texts)
     assert written >= 6
 

@@ -65,12 +65,12 @@ def test_a_matrix_holds_reliability_and_correlations_and_is_blank_between_models
         matrix = next(axes for axes in figure.axes if artists(figure, figure.axes.index(axes), f"matrix {kind}"))
         held = np.ma.filled(artist(figure, figure.axes.index(matrix), f"matrix {kind}").get_array(), np.nan)
         held = held.reshape(count + 1, count + 1)
-        expected = [one.suffering[kind].split_half.value for one in result.traces]
+        expected = [one.perturbation[kind].split_half.value for one in result.traces]
         np.testing.assert_allclose(np.diag(held), expected)
         for pair in result.pairs:
             shown = held[pair.first - 1, pair.second - 1]
             assert shown == held[pair.second - 1, pair.first - 1] or np.isnan(shown)
-            assert np.isnan(shown) if pair.depth else shown == pair.suffering[kind].rho.value
+            assert np.isnan(shown) if pair.depth else shown == pair.perturbation[kind].rho.value
     assert len(render(figure)) > 1000
 
 
@@ -81,7 +81,7 @@ def test_profiles_lie_over_relative_depth(width: int) -> None:
     for kind in ("isolated", "propagated"):
         place = next(at for at in range(len(figure.axes)) if artists(figure, at, f"profile {kind} 1"))
         for one in result.traces:
-            line = artist(figure, place, f"profile {kind} {one.place}")
+            line = artist(figure, place, f"profile {kind} {one.number}")
             np.testing.assert_allclose(line.get_xdata(), GRID)
             np.testing.assert_allclose(line.get_ydata(), one.depth[kind].profile)
     assert overlapping(figure) == []

@@ -186,7 +186,7 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
     figure = layers_figure.draw_layers(DriftSeries(tuple(results), SHOWN), width)
     for result in results:
         np.testing.assert_allclose(
-            artist(figure, 0, f"baseline {result.baseline.label()}").get_ydata(), result.baseline_median
+            artist(figure, 0, f"baseline {result.baseline.label()}").get_ydata(), result.baseline_median_drift
         )
         drawn = artist(figure, 1, f"percent {result.baseline.label()}").get_ydata()
         np.testing.assert_allclose(drawn, 100 * result.ratio)
@@ -198,8 +198,9 @@ def test_layers_show_both_drifts_and_their_ratio(width: int) -> None:
 
 @WIDTHS
 def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
+    first = layers.summarise(TRACE, *PAIRS[0])
     results = [
-        replace(layers.summarise(TRACE, *PAIRS[0]), baseline=measured.config("attention", budget), held=(held, held))
+        replace(first, baseline=measured.config("attention", budget), cache_shares=(held, held))
         for budget, held in ((0.2, 0.6), (128, 0.48), (0.4, 1.2))
     ]
     results[0] = replace(results[0], ratio=results[0].ratio * 3)
@@ -208,7 +209,7 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
     assert [axes.get_title(loc="left") for axes in above] == ["b=128", "b=0.2", "b=0.4"]
     for column, result in enumerate((results[1], results[0], results[2])):
         drawn = artist(figure, column, f"treatment {result.baseline.label()}").get_ydata()
-        np.testing.assert_allclose(drawn, result.treatment_median)
+        np.testing.assert_allclose(drawn, result.treatment_median_drift)
         assert len([line for line in above[column].get_lines() if line.get_gid()]) == 2  # no other budget's lines
         drawn = artist(figure, 3 + column, f"percent {result.baseline.label()}").get_ydata()
         np.testing.assert_allclose(drawn, 100 * result.ratio)
@@ -241,7 +242,7 @@ def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None
     result = budget_curves.summarise(TRACE, ["attention"])
     curve = result[0]
     held = np.linspace(*shares, len(curve.budgets))
-    figure = budgets_figure.draw_budget_curves(replace(result, members=(replace(curve, held=held),)), 174)
+    figure = budgets_figure.draw_budget_curves(replace(result, members=(replace(curve, cache_shares=held),)), 174)
     axes = figure.axes[0]
     low, high = axes.get_xlim()
     shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
@@ -256,12 +257,12 @@ def test_budget_ticks_are_round_percentages(shares: tuple[float, float]) -> None
 def test_budget_curves_hold_drift_kl_and_agreement(width: int) -> None:
     result = budget_curves.summarise(TRACE, ["attention", "random"])
     figure = budgets_figure.draw_budget_curves(result, width)
-    known = not any(np.isnan(curve.held).any() for curve in result)
+    known = not any(np.isnan(curve.cache_shares).any() for curve in result)
     for panel, quantity in enumerate(("drift", "kl", "top1")):
         for curve in result:
             x, y = artist(figure, panel, f"{quantity} {curve.name}").get_data()
-            np.testing.assert_allclose(x, 100 * (curve.held if known else curve.kept))
-            np.testing.assert_allclose(y, curve.medians[quantity])
+            np.testing.assert_allclose(x, 100 * (curve.cache_shares if known else curve.kept))
+            np.testing.assert_allclose(y, getattr(curve.medians, quantity))
 
 
 @WIDTHS
@@ -270,10 +271,10 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
     figure = ablation_figure.draw_ablation(found, width)
     for panel, result in enumerate(found.settings):
         for kind in ("isolated", "propagated"):
-            ratios = [getattr(row.compared, kind).sum_ratio for row in result.rows]
+            ratios = [getattr(row, kind).sum_ratio for row in result.rows]
             boxes = [box for box in figure.axes[panel].containers if box.lines[0].get_gid() == kind]
             np.testing.assert_allclose([float(box.lines[0].get_xdata()[0]) for box in boxes], ratios)
-            medians = [getattr(row.compared, kind).median_ratio for row in result.rows]
+            medians = [getattr(row, kind).median_ratio for row in result.rows]
             drawn = [float(line.get_xdata()[0]) for line in artists(figure, panel, f"median {kind}")]
             np.testing.assert_allclose(drawn, medians)
     assert "not measured" in words(figure) if width == 174 else "not measured" not in words(figure)
@@ -283,9 +284,8 @@ def test_ablation_points_are_ratios_to_the_baseline(width: int) -> None:
 @pytest.mark.parametrize("ratio", [0.8, 0.97, 5.0])
 def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float) -> None:
     (result, *_) = ingredients.settings(TRACE)
-    compared = result.rows[0].compared
-    kind = replace(compared.isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
-    rows = tuple(replace(row, compared=replace(compared, isolated=kind, propagated=kind)) for row in result.rows[:2])
+    kind = replace(result.rows[0].isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
+    rows = tuple(replace(row, isolated=kind, propagated=kind) for row in result.rows[:2])
     figure = ablation_figure.draw_ablation(Ablation((replace(result, rows=rows),), 0, SHOWN, ()), width)
     axes = figure.axes[0]
     low, high = axes.get_xlim()

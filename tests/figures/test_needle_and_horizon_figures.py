@@ -112,7 +112,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     trace.arrays["held_share"] = np.tile([0.48, 0.48, 0.51], (4, 1))  # type: ignore[index]
     result = needle.needle(trace)
     figure = retrieval_figure.draw_retrieval(result, width)
-    (link,) = result.link.budgets
+    (link,) = result.correlation.budgets
     drawn = {box.lines[0].get_gid(): float(box.lines[0].get_xdata()[0]) for box in figure.axes[0].containers}
     told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
     assert drawn == pytest.approx(told)
@@ -147,7 +147,7 @@ def budgets_of(count: int) -> horizon.Horizon:
         dataclasses.replace(
             config,
             config=dataclasses.replace(config.config, budget=Budget(2**power)),
-            held=0.1 * power,
+            cache_share=0.1 * power,
             kl_interval=Interval(np.full(result.steps, 0.1), np.full(result.steps, 3.0)),
         )
         for power in reversed(range(6, 6 + count))

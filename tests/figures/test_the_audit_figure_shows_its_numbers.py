@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.audit.audit import AuditResult
+from perturbkv.analyses.audit.audit import Audit
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 
 
-def drawn(result: AuditResult, width_mm: float = 174) -> Figure:
+def drawn(result: Audit, width_mm: float = 174) -> Figure:
     figure = result.plot(width_mm)
     figure.canvas.draw()
     return figure
 
 
 @pytest.fixture(scope="module")
-def result() -> AuditResult:
+def result() -> Audit:
     return audited("llama", planted.rotated_again)
 
 
-def test_kept_shares_are_drawn_by_layer_and_position(result: AuditResult) -> None:
+def test_kept_shares_are_drawn_by_layer_and_position(result: Audit) -> None:
     (image,) = drawn(result).axes[0].images
     shares = np.zeros((3, 60))
     for head in range(2):
@@ -32,7 +32,7 @@ def test_kept_shares_are_drawn_by_layer_and_position(result: AuditResult) -> Non
 
 
 @pytest.mark.parametrize("width_mm", [174, 84])
-def test_a_line_per_situation_and_the_limit_of_4_floors(result: AuditResult, width_mm: float) -> None:
+def test_a_line_per_situation_and_the_limit_of_4_floors(result: Audit, width_mm: float) -> None:
     lines = {str(line.get_gid()): line for line in drawn(result, width_mm).axes[1].lines}
     assert list(lines) == ["single", "block", "batch", "limit"]
     for name, floors in result.by_layer().items():

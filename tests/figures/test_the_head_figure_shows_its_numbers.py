@@ -41,7 +41,7 @@ def test_points_are_the_means_of_the_heads() -> None:
         np.testing.assert_allclose(artist(figure, panel, "ties").get_offsets(), ties)
         x, y = artist(figure, panel, "diagonal").get_data()
         np.testing.assert_array_equal(x, y)
-        assert f"{kind.improved_count} better" in figure.axes[panel].get_title(loc="left")
+        assert f"{kind.improved} better" in figure.axes[panel].get_title(loc="left")
 
 
 def test_flagged_heads_are_ringed() -> None:

@@ -43,14 +43,16 @@ def test_every_score_and_its_interval_is_drawn_where_its_cache_is(width: int) ->
         for side, name in enumerate(("attention", "two-stage")):
             (drawn,) = [one for one in panel.containers if one[0].get_gid() == name]
             line, _, (bars,) = drawn
-            means = [column.evicted[2 * place + side] for place in range(3)]
-            np.testing.assert_allclose(line.get_ydata(), [100 * mean.value for mean in means])
+            means = [column.methods[2 * place + side] for place in range(3)]
+            np.testing.assert_allclose(line.get_ydata(), [100 * mean.score for mean in means])
             np.testing.assert_allclose(line.get_xdata(), 100 * np.array(HELD))
             for mean, segment in zip(means, bars.get_segments(), strict=True):
-                assert mean.interval is not None
-                np.testing.assert_allclose(segment[:, 1], [100 * mean.interval.low, 100 * mean.interval.high])
+                assert mean.score_interval is not None
+                np.testing.assert_allclose(
+                    segment[:, 1], [100 * mean.score_interval.low, 100 * mean.score_interval.high]
+                )
         (full,) = [one for one in panel.get_lines() if one.get_gid() == "full cache"]
-        np.testing.assert_allclose(full.get_ydata(), [100 * column.full.value] * 2)
+        np.testing.assert_allclose(full.get_ydata(), [100 * column.full] * 2)
 
 
 def test_many_data_sets_are_drawn_by_kind_with_the_average_last() -> None:

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.figures import style
-from perturbkv.figures.labels import by_held
+from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols
 
 
@@ -49,8 +49,8 @@ def test_symbols_have_no_underscore_of_their_own() -> None:
 
 
 def test_what_holds_least_comes_first_and_nothing_moves_where_it_is_not_told() -> None:
-    assert by_held([0.6, 0.48, 1.2], float) == [0.48, 0.6, 1.2]
-    assert by_held(["b", "a"], lambda name: float("nan")) == ["b", "a"]
+    assert sort_by_cache_share([0.6, 0.48, 1.2], float) == [0.48, 0.6, 1.2]
+    assert sort_by_cache_share(["b", "a"], lambda name: float("nan")) == ["b", "a"]
 
 
 @pytest.mark.parametrize("width", [84, 174])

@@ -22,7 +22,7 @@ from matplotlib.text import Text
 
 from perturbkv.analyses import pairing
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.cli import console, session
+from perturbkv.cli import console, saving
 from perturbkv.cli.commands import generate
 from perturbkv.cli.main import main
 from perturbkv.configs.eviction import EvictionConfig
@@ -88,10 +88,18 @@ PARTED = tuple(
     for selection in ("attention", "two-stage") for correction in ("none", "corrected", "corrected-oracle")
 )  # fmt: skip
 OWN = {
-    "restriction": RESTRICTED, "ablation --methods": RANKED, "link": LINKED, "savings": SWEPT, "budget": SWEPT,
-    "bytes": STORED, "split": PARTED, "measures": MEASURED, "cliff": SWEPT, "stability": SWEPT,
-    "alpha": SHARED,
-}  # fmt: skip
+    "ablation --restrictions": RESTRICTED,
+    "ablation --methods": RANKED,
+    "correlation": LINKED,
+    "budget --savings": SWEPT,
+    "budget": SWEPT,
+    "budget --bytes": STORED,
+    "budget --cliff": SWEPT,
+    "question split": PARTED,
+    "question measures": MEASURED,
+    "question stability": SWEPT,
+    "question alpha": SHARED,
+}
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
 COMMANDS = {
@@ -101,18 +109,18 @@ COMMANDS = {
     "bound-tightness": ["--selection", "two-stage"],
     "ablation": [],
     "ablation --methods": ["all"],
-    "restriction": [],
-    "measures": [],
-    "split": [],
-    "alpha": [],
+    "ablation --restrictions": [],
+    "question measures": [],
+    "question split": [],
+    "question alpha": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
-    "link": [],
-    "quality": ["--trace"],
-    "savings": [],
-    "cliff": [],
-    "stability": ["--budget", "0.2"],
-    "bytes": [],
+    "correlation": [],
+    "quality": [],
+    "budget --savings": [],
+    "budget --cliff": [],
+    "question stability": ["--budget", "0.2"],
+    "budget --bytes": [],
     "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }
 
@@ -120,7 +128,7 @@ COMMANDS = {
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
     found = made(OWN.get(command, CONFIGS))
-    return in_every_distance(found) if command == "measures" else found
+    return in_every_distance(found) if command == "question measures" else found
 
 
 def in_every_distance(found: Trace) -> Trace:
@@ -173,7 +181,7 @@ def told(command: str, folder: Path) -> str:
     )
     made_trace = asked_of(command)
     finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
-    with screens, argv, finished, mock.patch.object(session, "save_figure", drawn), contextlib.suppress(SystemExit):
+    with screens, argv, finished, mock.patch.object(saving, "save_figure", drawn), contextlib.suppress(SystemExit):
         main()
     numbers = json.loads((folder / "summary.json").read_text())["analyses"]
     return f"{out.getvalue()}\n{json.dumps(numbers, indent=0, ensure_ascii=False)}".replace(str(folder), "FOLDER")

@@ -47,13 +47,13 @@ def test_every_result_has_its_figure() -> None:
 
 
 def test_what_is_planted_is_found() -> None:
-    assert astray({name: place for name, place in FIGURES.items() if name != "Swap"}) == {"Swap"}
+    assert astray({name: place for name, place in FIGURES.items() if name != "Patching"}) == {"Patching"}
     assert astray({name: place for name, place in FIGURES.items() if name != "Needle.plot_digits"}) == {
         "Needle.plot_digits"
     }
     assert astray({**FIGURES, "Former": "patching"}) == {"Former"}
-    assert astray({**FIGURES, "Swap": "swapped", "Split": "split:draws", "Link": "style:plain_ticks"}) == {
-        "Swap",
+    assert astray({**FIGURES, "Patching": "swapped", "Split": "split:draws", "Link": "style:plain_ticks"}) == {
+        "Patching",
         "Split",
         "Link",
     }

@@ -47,6 +47,7 @@ HANDED_OVER: dict[str, set[str]] = {
 BY_NAME = {
     "perturbkv": "public names",
     "perturbkv.analyses.result": "the figure of a result",
+    "perturbkv.cli.command_line": "modules of commands",
     "perturbkv.configs.plugins": "modules of policies and scores",
     "perturbkv.datasets.external_code": "what a file of another package imports",
     "perturbkv.datasets.dataset_registry": "modules of data sets",

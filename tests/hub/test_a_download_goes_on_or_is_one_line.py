@@ -52,7 +52,7 @@ def test_a_download_that_comes_on_is_asked_for_until_it_is_there(
 ) -> None:
     """Each connection brings something to speak of before it is cut."""
     hub.add(ID, folder)
-    monkeypatch.setattr(hub_download, "_MUCH", 1000)
+    monkeypatch.setattr(hub_download, "_MIN_PROGRESS", 1000)
     size = (folder / WEIGHTS).stat().st_size
     sent = iter(range(size // 8, 2 * size, size // 8))
 

@@ -31,10 +31,9 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer, load_model
-from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.kept_sets import ranking_groups
 from tests.support.models import tiny_model, token_ids
+from tests.support.resolved import prefill, ranking_groups
 
 SYSTEMS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "SnapKV": (SnapKVPress, "snapkv", "attention"),

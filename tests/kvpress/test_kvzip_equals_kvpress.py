@@ -16,10 +16,10 @@ from torch import Tensor
 
 from perturbkv.configs.resources import Resources
 from perturbkv.models.loading import ByteTokenizer
-from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.grid import configuration
 from tests.kvpress.test_kept_sets_equal_kvpress import HEADS, keys, press_keeps, tiny, we_keep
 from tests.support.models import token_ids
+from tests.support.resolved import asked, prefill
 
 TOKENS, BUDGET = 512, 128
 

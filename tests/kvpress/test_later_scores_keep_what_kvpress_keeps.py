@@ -18,10 +18,10 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer, load_model
-from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.grid import configuration
 from tests.kvpress.test_kept_sets_equal_kvpress import keys, press_keeps, tiny, we_keep
 from tests.support.models import tiny_model, token_ids
+from tests.support.resolved import asked, prefill
 
 WINDOW = 4
 OPTIONS: dict[str, dict[str, Any]] = {

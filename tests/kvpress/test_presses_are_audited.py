@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.audit.audit import AuditResult
+from perturbkv.analyses.audit.audit import Audit
 from tests.support.models import tiny_adapter, token_ids
 
 TOKENS, KEPT = 80, 24
 
 
-def audited(press: str, *situations: str) -> AuditResult:
+def audited(press: str, *situations: str) -> Audit:
     model = tiny_adapter(layers=3, d_head=32)
     return pk.audit(
         model, pk.Prompt("p", token_ids(TOKENS), 0), press, budget=KEPT, situations=situations, steps=2, losses=False,

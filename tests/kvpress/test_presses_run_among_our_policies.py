@@ -20,13 +20,12 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.answers.generation import answer
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import kvpress
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.kvpress.test_kept_sets_equal_kvpress import SYSTEMS, tiny
 from tests.support.models import token_ids
+from tests.support.resolved import answer, trace_sample
 
 TOKENS, B = 512, 128
 PRESSES = {
@@ -105,9 +104,9 @@ import sys
 import numpy as np
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from tests.support.models import tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 adapter, prompt = tiny_adapter(), Prompt("s", token_ids(90, seed=1), 0, question_tokens=5)
 run = RunConfig("m", "d", grid(40, policy=("snapkv", "adakv", "h2o")), steps=2, save=("outputs",), generate=3)
 first = trace_sample(adapter, prompt, run).arrays
@@ -225,7 +224,7 @@ def test_the_command_generates_lists_and_plans_presses(perturbkv: Run, tiny: lis
     assert made.code == 0, made.err
     planned = perturbkv("trace", *tiny[:-2], "--policy", PRESS, "--dry-run")
     assert planned.code == 0 and "24 asked for" in planned.out
-    listed = perturbkv("policies", "kvpress:SnapKVPress", "--json")
+    listed = perturbkv("list", "policies", "kvpress:SnapKVPress", "--json")
     assert listed.json()["options"] == {
         "window_size": {"default": "64", "about": ""}, "kernel_size": {"default": "5", "about": ""},
     }  # fmt: skip

@@ -153,10 +153,10 @@ def test_two_processes_at_once_make_one_entry(tiny: Path, cache: Path) -> None:
 
 def test_the_first_to_be_done_wins(cache: Path) -> None:
     def fill(folder: Path) -> None:
-        user_cache.kept("entry", lambda other: (other / "file").write_text("first"))
+        user_cache.cached_folder("entry", lambda other: (other / "file").write_text("first"))
         (folder / "file").write_text("second")
 
-    entry = user_cache.kept("entry", fill)
+    entry = user_cache.cached_folder("entry", fill)
     assert (entry / "file").read_text() == "first"
     assert list(cache.iterdir()) == [entry]
 
@@ -167,24 +167,24 @@ from perturbkv.models import user_cache
 def fill(folder):
     (folder / "model.safetensors").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
-user_cache.kept("entry", fill)
+user_cache.cached_folder("entry", fill)
 """
 
 
 def test_what_a_killed_process_left_is_no_entry_and_goes_away(cache: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT).returncode == -signal.SIGKILL
     assert len(list(cache.iterdir())) == 1
-    assert user_cache.used()[0] == 0
-    entry = user_cache.kept("entry", lambda folder: (folder / "file").write_text("whole"))
+    assert user_cache.usage()[0] == 0
+    entry = user_cache.cached_folder("entry", lambda folder: (folder / "file").write_text("whole"))
     assert list(cache.iterdir()) == [entry]
 
 
 def test_what_a_living_process_is_filling_stays(cache: Path) -> None:
     def fill(folder: Path) -> None:
-        user_cache.kept("another", lambda other: None)
+        user_cache.cached_folder("another", lambda other: None)
         (folder / "file").write_text("still here")
 
-    assert (user_cache.kept("entry", fill) / "file").read_text() == "still here"
+    assert (user_cache.cached_folder("entry", fill) / "file").read_text() == "still here"
 
 
 def test_a_failure_leaves_nothing(cache: Path, tmp_path: Path) -> None:
@@ -262,10 +262,10 @@ def test_the_cache_is_where_the_user_wants_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert user_cache.place() == Path(expected)
+    assert user_cache.cache_folder() == Path(expected)
 
 
 def test_its_size_is_that_of_its_files(cache: Path) -> None:
-    assert user_cache.used() == (0, 0)
-    entry = user_cache.kept("entry", lambda folder: (folder / "file").write_text("12345"))
-    assert user_cache.used() == (1, 5 + os.path.getsize(entry / "listing.json"))
+    assert user_cache.usage() == (0, 0)
+    entry = user_cache.cached_folder("entry", lambda folder: (folder / "file").write_text("12345"))
+    assert user_cache.usage() == (1, 5 + os.path.getsize(entry / "listing.json"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from perturbkv.errors import ModelError, UnknownNameError
 from perturbkv.models.loading import load_model, open_model, pick_device
-from perturbkv.models.sources import explained, resolve
+from perturbkv.models.sources import explain_errors, resolve
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 
@@ -226,7 +226,7 @@ def test_a_gguf_file_of_no_alignment_is_refused(tmp_path: Path) -> None:
 
 def test_an_error_of_ours_and_an_interrupt_pass_what_explains_other_libraries(folder: Path) -> None:
     for error in (ModelError("ours"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), explained(resolve(str(folder)), "the weights"):
+        with pytest.raises(type(error)), explain_errors(resolve(str(folder)), "the weights"):
             raise error
 
 

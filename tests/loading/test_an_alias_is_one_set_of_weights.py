@@ -145,13 +145,13 @@ def test_safetensors_say_the_type_of_most_tensors_whatever_the_configuration_cla
 )
 def test_a_quantised_model_says_how(about: dict[str, Any], kind: str) -> None:
     config = AutoConfig.for_model("llama", quantization_config=about)
-    found = stored_weights.of_safetensors(None, config)
+    found = stored_weights.safetensors_storage(None, config)
     assert (found.kind, found.quantised) == (kind, True)
     assert found.as_run("bfloat16") == f"{kind} → bfloat16"
 
 
 def test_the_hubs_configuration_is_believed() -> None:
-    assert stored_weights.of_safetensors(
+    assert stored_weights.safetensors_storage(
         None, AutoConfig.for_model("llama", dtype="bfloat16")
     ) == stored_weights.Stored("bfloat16")
 

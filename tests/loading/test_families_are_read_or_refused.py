@@ -15,7 +15,7 @@ from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.families import FAMILIES, check_family, check_layers
 from perturbkv.models.loading import ByteTokenizer, open_model
-from perturbkv.models.user_model import adapted
+from perturbkv.models.user_model import adapt
 from tests.support import models
 from tests.support.models import MIXED, WINDOW, tiny_adapter, tiny_model, token_ids
 
@@ -125,20 +125,20 @@ def test_a_model_that_predicts_no_tokens_is_refused(kind: str) -> None:
     """Its last numbers are no logits of tokens."""
     model = getattr(transformers, kind)(tiny_model("llama").config)
     with pytest.raises(ModelError, match=f"expected a causal language model .AutoModelForCausalLM., got .*a {kind}"):
-        adapted(model, ByteTokenizer())
+        adapt(model, ByteTokenizer())
 
 
 def test_a_model_of_another_number_of_layers_than_it_says_is_refused() -> None:
     model = tiny_model("gemma3_text")
     model.model.layers = model.model.layers[:2]
     with pytest.raises(ModelError, match="has 2 layers and its configuration says 4; change num_hidden_layers too"):
-        adapted(model, ByteTokenizer())
+        adapt(model, ByteTokenizer())
 
 
 def test_the_family_of_a_given_model_is_looked_at_first() -> None:
     model = transformers.AutoModel.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1))
     with pytest.raises(ModelError, match="is of the family 'gpt2'; supported: "):
-        adapted(model, ByteTokenizer())
+        adapt(model, ByteTokenizer())
 
 
 @pytest.mark.parametrize("family", MIXED)

@@ -77,7 +77,9 @@ def test_the_bias_is_back_after_an_error() -> None:
 
 def test_a_weight_that_knows_its_values_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     module = weighted(linear())
-    monkeypatch.setattr(projection, "_of_unit_vectors", lambda *given: pytest.fail("multiplied by unit vectors"))
+    monkeypatch.setattr(
+        projection, "_matrix_from_unit_vectors", lambda *given: pytest.fail("multiplied by unit vectors")
+    )
     projection.check(module, 64, torch.float32)
     values, scale = rounded(linear().weight.detach())
     assert torch.equal(projection.read(module, 64, torch.float32), values * scale)
@@ -150,7 +152,7 @@ def test_only_measured_layers_need_a_matrix_and_are_named_by_their_index(family:
 
 def measured(model: Any, tokenizer: Any) -> tuple[Adapter, Trace]:
     given = pk.load_model(model, tokenizer=tokenizer)
-    return given, pk.measure(given, prompt(given), CONFIGS, steps=2, progress=False)
+    return given, pk.measure(given, prompt(given), CONFIGS, settings=pk.Settings(steps=2), progress=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,7 +178,7 @@ def test_memory_is_planned_by_the_bytes_that_a_given_model_holds(tokenizer: Any)
 def test_memory_is_planned_by_the_files_of_weights_that_stay_packed(method: str, packed: bool, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     about = AutoConfig.for_model("llama", quantization_config={"quant_method": method, "weights": "int8"})
-    stored = stored_weights.of_safetensors(Source("tiny", str(folder)), about)
+    stored = stored_weights.safetensors_storage(Source("tiny", str(folder)), about)
     assert stored.nbytes == ((folder / "model.safetensors").stat().st_size if packed else 0)
 
 

@@ -44,7 +44,7 @@ def every(entries: HeadEntries, size: int) -> dict[tuple[int, ...], float]:
 
 
 def started(entries: HeadEntries, size: int) -> np.ndarray:
-    return entries.of_free(entries.free[: size - int(entries.always.sum())])
+    return entries.with_free(entries.free[: size - int(entries.always.sum())])
 
 
 @pytest.mark.parametrize("sink", [0.0, 0.4])
@@ -108,7 +108,7 @@ def test_an_unfinished_program_proves_a_bound_and_no_more(monkeypatch: pytest.Mo
 
 def test_searches_say_what_was_found() -> None:
     entries = head(3, entries=12)
-    sets = [started(entries, 6), entries.of_free(entries.free[-4:])]
+    sets = [started(entries, 6), entries.with_free(entries.free[-4:])]
     least = min(every(entries, 6).values())
     proven, swapped = prove(entries, sets, 30, seed=0), search(entries, sets, 30)
     assert proven.perturbation == swapped.perturbation == tuple(map(entries.perturbation, sets))
@@ -116,12 +116,12 @@ def test_searches_say_what_was_found() -> None:
     assert swapped.best >= least * (1 - 1e-12) and swapped.lower is None and not swapped.closed
     assert (proven.entries, proven.kept, len(proven.positions)) == (12, 6, 6)
     with pytest.raises(ValueError, match="one size"):
-        search(entries, [sets[0], entries.of_free(entries.free[:2])], 1)
+        search(entries, [sets[0], entries.with_free(entries.free[:2])], 1)
     with pytest.raises(ValueError, match="always stays"):
         best_set(entries, ~entries.always, 1)
 
 
 def test_a_head_that_loses_nothing_is_proven_at_once() -> None:
     alike = HeadEntries(np.full(6, 1 / 6), np.ones((6, 3)), np.arange(6) >= 5)
-    found = best_set(alike, alike.of_free(np.array([0, 1])), 5)
+    found = best_set(alike, alike.with_free(np.array([0, 1])), 5)
     assert found.perturbation == pytest.approx(0, abs=1e-15)

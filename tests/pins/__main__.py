@@ -29,8 +29,8 @@ RECORDERS = (
 BEFORE = "58b769b"
 LINKED = ("analyses", "figures", "cli")
 """Folders that an earlier commit gives their places in the package when it is installed."""
-SHARED = ("__init__.py", "__main__.py", "comparing.py")
-"""Files here that nothing recorded depends on."""
+SHARED = ("__init__.py", "__main__.py", "calls.py", "comparing.py")
+"""Files here that nothing recorded depends on: `calls` asks either commit for the same."""
 SETTINGS = {
     "PYTHONSAFEPATH": "1",
     "PYTHONHASHSEED": "0",

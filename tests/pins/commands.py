@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
+from tests.pins import calls
 from tests.pins.running import below, digest, leaves, left, plain, prompts, run, table, tiny_model
 
 SAFE = ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01"]
@@ -143,7 +144,7 @@ def _needle(folder: Path) -> None:
     asked = pk.load_prompts("needle", model, samples=6, lengths=[150, 200], depths=[0.2, 0.5, 0.8])
     selections = ["attention", "two-stage", "random"]
     configs = pk.grid([0.1, 0.2, 0.4, 0.6, 0.8], selection=selections, window=8)
-    pk.measure(model, asked, configs, steps=2, generate=10, path=folder / "trace.h5", progress=False)
+    calls.measure(model, asked, configs, steps=2, generate=10, path=folder / "trace.h5", progress=False)
 
 
 def _stored(folder: Path) -> None:
@@ -165,7 +166,7 @@ def _stored(folder: Path) -> None:
     configs = [one for budget, choices in plain_grids for one in pk.grid(budget, window=8, **choices)]
     path = folder / "trace.h5"
     asked = pk.load_prompts(str(data), model)
-    pk.measure(model, asked, list(dict.fromkeys(configs)), generate=6, path=path, progress=False)
+    calls.measure(model, asked, list(dict.fromkeys(configs)), generate=6, path=path, progress=False)
 
 
 def _distances(folder: Path) -> None:
@@ -185,7 +186,7 @@ def _distances(folder: Path) -> None:
     scores = [[1.0 + head for head in range(model.heads)]] * len(model.layers)
     asked = pk.load_prompts(str(data), model)
     configs = list(dict.fromkeys(configs))
-    pk.measure(model, asked, configs, steps=3, head_scores=scores, path=folder / "trace.h5", **more)
+    calls.measure(model, asked, configs, steps=3, head_scores=scores, path=folder / "trace.h5", **more)
 
 
 POLICIES = [

@@ -20,11 +20,18 @@ _MISSING = "nothing"
 def renamed(recorded: Mapping[str, Any], mapping: Mapping[str, str] = RENAMED) -> dict[str, Any]:
     """Give what an earlier version recorded its present names, also where a value is such a name."""
     return {
-        "/".join(mapping.get(part, part) for part in name.split("/")): (
-            mapping.get(value, value) if isinstance(value, str) else value
-        )
+        "/".join(mapping.get(part, part) for part in name.split("/")): _renamed(name, value, mapping)
         for name, value in recorded.items()
     }
+
+
+def _renamed(name: str, value: Any, mapping: Mapping[str, str]) -> Any:
+    """Give a value its present name; of a list of keys each, in an order that does not depend on the version."""
+    if not isinstance(value, str):
+        return value
+    if name.endswith("/keys"):
+        return " ".join(sorted(mapping.get(key, key) for key in value.split()))
+    return mapping.get(value, value)
 
 
 def without(recorded: Mapping[str, Any], words: set[str]) -> dict[str, Any]:
@@ -38,6 +45,7 @@ def without(recorded: Mapping[str, Any], words: set[str]) -> dict[str, Any]:
 
 def compared(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Name what differs of a recorder's pins beyond what was changed on purpose."""
+    after = renamed(after, {})
     return differences(without(renamed(before), GONE.get(recorder, set())), without(after, NEW.get(recorder, set())))
 
 

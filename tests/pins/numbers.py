@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import perturbkv as pk
 from perturbkv.cli.main import main
+from tests.pins import calls
 
 SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage-uniform", "value", "random", "hindsight",
               "hindsight-attention"]  # fmt: skip
@@ -244,12 +245,12 @@ def _layouts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         path, model = folder / f"goes-{family}.h5", _spoken(folder, family)
         prompts = pk.load_prompts(str(folder / "asked.jsonl"), model)
         for some, of in ((prompts[:1], regular), (prompts, both)):
-            pk.measure(model, some, of, path=path, generate=3, progress=False)
+            calls.measure(model, some, of, path=path, generate=3, progress=False)
         yield f"goes {family}", _trace_digests(path)
         for by in ("samples", "configs"):
             path = folder / f"shards-{by}-{family}.h5"
             for shard in ("1/2", "2/2"):
-                pk.measure(model, prompts, both, path=path, shard=shard, shard_by=by, generate=3, progress=False)
+                calls.measure(model, prompts, both, path=path, shard=shard, shard_by=by, generate=3, progress=False)
             yield f"shards by {by} {family}", _trace_digests(path)
     yield _measured("bfloat16", folder, "llama", both, dtype="bfloat16", steps=2, generate=3)
 
@@ -296,7 +297,7 @@ def _others(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     for by in ("layers", "heads"):
         path = folder / f"swap-{by}.h5"
         sides = pk.grid(24, selection=("attention", "two-stage"), window=8)
-        pk.swap(adapter, prompts, *sides, by=by, steps=2, generate=3, path=path, progress=False)
+        calls.patching(adapter, prompts, *sides, by=by, steps=2, generate=3, path=path, progress=False)
         yield f"swap {by}", _line_digests(path)
 
 
@@ -313,7 +314,7 @@ def _measured(
     model, path = _spoken(folder, family, kv_heads, dtype), folder / f"{name.replace(' ', '-')}.h5"
     prompts = pk.load_prompts(str(folder / "asked.jsonl"), model)
     scores = [[1.0 + head for head in range(model.heads)]] * len(model.layers)
-    pk.measure(model, prompts, configs, path=path, head_scores=scores, progress=False, **options)
+    calls.measure(model, prompts, configs, path=path, head_scores=scores, progress=False, **options)
     return name, _trace_digests(path)
 
 

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from perturbkv.cli.main import main
+from tests.pins import calls
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSING = re.compile(
@@ -61,7 +62,7 @@ class Ran:
 def run(*arguments: object) -> Ran:
     """Run the command line in this process."""
     out, err, drawn = io.StringIO(), io.StringIO(), dict[str, Any]()
-    argv = mock.patch.object(sys, "argv", ["perturbkv", *map(str, arguments)])
+    argv = mock.patch.object(sys, "argv", ["perturbkv", *calls.command(list(map(str, arguments)))])
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), argv, watched(drawn):
         warnings.simplefilter("ignore")
         try:

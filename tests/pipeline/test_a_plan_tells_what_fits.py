@@ -10,8 +10,9 @@ import pytest
 import perturbkv as pk
 from perturbkv.api.inputs import planned
 from perturbkv.configs.resources import Resources, parse_size
+from perturbkv.configs.run import Settings
 from perturbkv.pipeline.run import footprint
-from perturbkv.pipeline.run.plan import Plan, Settings
+from perturbkv.pipeline.run.plan import Plan
 from perturbkv.selection.grid import grid
 from perturbkv.storage.run.journal import Journal
 from tests.support.models import tiny_adapter, token_ids
@@ -39,7 +40,9 @@ def test_a_trace_and_its_journal_are_as_large_as_was_told(
 
     monkeypatch.setattr(Journal, "discard", watched)
     path = tmp_path / "t.h5"
-    pk.measure(tiny_adapter(layers=4), PROMPTS, CONFIGS, path=path, save_outputs=True, progress=False)
+    pk.measure(
+        tiny_adapter(layers=4), PROMPTS, CONFIGS, path=path, settings=pk.Settings(save=("outputs",)), progress=False
+    )
     told = footprint.footprint(whole)
     assert told.trace == pytest.approx(path.stat().st_size, rel=0.2)
     assert sum(told.journal) == pytest.approx(journals[-1], rel=0.2)

@@ -19,25 +19,25 @@ from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.pipeline.answers.generation import check_asked
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.sample.capture import FiniteCheck
-from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.variants import sparse_prefill as owned
 from perturbkv.pipeline.variants.sparse_prefill import own_prefill
 from perturbkv.selection import compatibility, grid
 from perturbkv.selection import sparse_lines as chosen_lines
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 from perturbkv.selection.sparse_lines import Lines
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.resolved import prefill, trace_sample
 
 WINDOW = 5
 IDS = token_ids(44, seed=4)
 PROMPT = Prompt("s", IDS, 0, question_tokens=QUESTION)
 
 
-def lined(selection: str = "attention", budget: float = 17, **more: Any) -> EvictionConfig:
+def lined(selection: str = "attention", budget: float = 17, **more: Any) -> ResolvedConfig:
     policy = "vertical-slash(first=2)" if selection.startswith("random") else "vertical-slash(last=9, first=2)"
-    return configuration(budget, policy=policy, selection=selection, **{"window": WINDOW, **more})
+    return resolve(configuration(budget, policy=policy, selection=selection, **{"window": WINDOW, **more}))
 
 
 def traced(*configs: EvictionConfig, **more: Any) -> Any:
@@ -56,7 +56,7 @@ def test_a_covering_budget_is_the_full_run_bit_for_bit() -> None:
     assert found["prefill_seconds"][3] > 0 and (found["held_bytes"] == found["full_bytes"]).all()
 
 
-def read(config: EvictionConfig, **more: Any) -> owned.OwnPrefill:
+def read(config: ResolvedConfig, **more: Any) -> owned.OwnPrefill:
     adapter = exact_adapter("llama", *HEADS["GQA"])
     return own_prefill(adapter, IDS, config, "s", Resources(**more), FiniteCheck())
 
@@ -223,9 +223,9 @@ class Mixed(Model):
 def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said: str) -> None:
     steps, generate, model = asked
     with pytest.raises(ConfigError) as refused:
-        asked_of.check_lines([lined().policy], steps, generate, model(), "m")
+        asked_of.check_sparse_prefill([lined().policy], steps, generate, model(), "m")
     assert said in str(refused.value) and "\n" not in str(refused.value)
-    asked_of.check_lines([configuration(17, window=WINDOW).policy], steps, generate, model(), "m")
+    asked_of.check_sparse_prefill([configuration(17, window=WINDOW).policy], steps, generate, model(), "m")
 
 
 def test_what_forgets_searches_or_swaps_is_refused() -> None:

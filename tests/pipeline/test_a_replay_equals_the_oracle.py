@@ -16,10 +16,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError, PluginError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
-from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.sample import prefill as reading
-from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.pipeline.sample.replay import passes
 from perturbkv.schema import VARIABLES
 from perturbkv.scoring import replay_view
@@ -29,6 +26,7 @@ from perturbkv.scoring.scores.kvzip import KVzip
 from perturbkv.selection.grid import configuration
 from tests.oracle import later_scores as naive
 from tests.support.models import EXPERTS, FAMILIES, HEADS, MIXED, PLAIN, exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import answer, asked, prefill, read_evicting, trace_sample
 
 LENGTH, QUESTION, CHUNK, SINKS = 23, 6, 9, 3
 PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)

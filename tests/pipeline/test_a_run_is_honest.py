@@ -11,10 +11,9 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, BudgetError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.generation import answer
-from perturbkv.pipeline.sample.one_sample import trace, trace_sample
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
+from tests.support.resolved import answer, trace, trace_sample
 
 
 def run(*configs: EvictionConfig, steps: int = 2) -> RunConfig:

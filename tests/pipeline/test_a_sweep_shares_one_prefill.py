@@ -21,11 +21,11 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.pipeline.progress import timed
-from perturbkv.pipeline.sample import layer, one_sample
-from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample import layer, one_sample, sample_run
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 from tests.support.traces import kept_of
 
 PROMPT = Prompt("s", token_ids(60), 0)
@@ -221,7 +221,7 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(one_sample, "measure_layer", under(modes["measure_layer"], one_sample.measure_layer))
     monkeypatch.setattr(one_sample._Decoding, "_evict", under(modes["evict"], one_sample._Decoding._evict))
     monkeypatch.setattr(one_sample, "decode_evicted", under(modes["decode"], one_sample.decode_evicted))
-    monkeypatch.setattr(one_sample, "decode_full", under(modes["decode"], one_sample.decode_full))
+    monkeypatch.setattr(sample_run, "decode_full", under(modes["decode"], sample_run.decode_full))
     monkeypatch.setattr(one_sample._Decoding, "_measure", under(modes["measure"], one_sample._Decoding._measure))
     columns = entries._nonzero
 

@@ -11,7 +11,6 @@ import pytest
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.trace import SampleTrace
 from tests.oracle import correction, pages, quantisation, selection, theory
 from tests.oracle.decoder import Step
@@ -19,6 +18,7 @@ from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, token_ids
 from tests.support.oracle_cases import CASES, CONFIGS
+from tests.support.resolved import trace_sample
 from tests.support.traces import kept_of
 
 LENGTH, STEPS = 36, 2

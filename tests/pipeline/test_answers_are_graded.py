@@ -16,13 +16,12 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.answered import row
-from perturbkv.pipeline.answers.generation import answer
 from perturbkv.pipeline.answers.grading import metrics_of
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.trace import Trace
 from tests.pipeline.test_scenarios_and_generation import PROMPT, config
 from tests.support.models import tiny_adapter
+from tests.support.resolved import answer, trace_sample
 
 CONFIGS = (config("snapkv"), config("adakv"))
 WORDS = ("red", "green", "blue", "one", "two")
@@ -90,7 +89,9 @@ def test_a_traces_answers_and_scores_are_those_of_generate(scenario: str) -> Non
 def test_a_trace_holds_the_texts_that_were_graded(tmp_path: Path, through_a_file: bool) -> None:
     prompts = [replace(PROMPT, sample_id=f"p{place}", answers=("red", 'a "b" é')[place:]) for place in range(2)]
     path = tmp_path / "t.h5" if through_a_file else None
-    arrays = pk.measure(speaking(), prompts, CONFIGS, generate=8, path=path, progress=False).arrays
+    arrays = pk.measure(
+        speaking(), prompts, CONFIGS, settings=pk.Settings(generate=8), path=path, progress=False
+    ).arrays
     for place in range(2):
         own = {name: arrays[name][place] for name in ("generated_full", "generated")}
         assert [arrays["answer_full"][place], *arrays["answer"][place]] == texts(own)
@@ -101,7 +102,9 @@ def test_a_trace_holds_the_texts_that_were_graded(tmp_path: Path, through_a_file
 def test_a_trace_of_prompts_without_answers_or_without_text_has_no_texts_of_answers(text: bool) -> None:
     generate = 0 if text else 4
     prompt = replace(PROMPT, answers=("red",))
-    arrays = pk.measure(speaking(), [prompt], CONFIGS, generate=generate, text=text, progress=False).arrays
+    arrays = pk.measure(
+        speaking(), [prompt], CONFIGS, settings=pk.Settings(generate=generate, text=text), progress=False
+    ).arrays
     assert ("generated" in arrays) == (not text)
     assert set(arrays).isdisjoint(ANSWER_TEXT)
 

@@ -16,9 +16,9 @@ from perturbkv.configs.resources import Shape, plan_batches
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.run.plan import passing
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.resolved_config import ResolvedRun
 from tests.pipeline.test_the_compact_cache_really_evicts import (
     N,
     decode,
@@ -29,6 +29,7 @@ from tests.pipeline.test_the_compact_cache_really_evicts import (
 )
 from tests.support.caches import gather
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 from tests.support.varlen import varlen
 
 PROMPT = Prompt("s", token_ids(60), 0, question_tokens=7)
@@ -40,8 +41,8 @@ CONFIGS = tuple(
 )
 
 
-def run(configs: tuple[EvictionConfig, ...] = CONFIGS, **fields: Any) -> RunConfig:
-    return RunConfig("m", "d", configs, **fields)
+def run(configs: tuple[EvictionConfig, ...] = CONFIGS, **fields: Any) -> ResolvedRun:
+    return ResolvedRun.of(RunConfig("m", "d", configs, **fields))
 
 
 @pytest.mark.parametrize("kernel", [None, varlen], ids=["padded", "packed"])
@@ -81,7 +82,7 @@ def test_one_step_without_copies_equals_the_first_of_two_with_copies(scenario: s
 def test_no_copy_outlives_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
     most: list[int] = []
-    original = blocks.padded
+    original = blocks.padded_block
 
     def watched(*given: Any) -> Any:
         made = original(*given)
@@ -89,7 +90,7 @@ def test_no_copy_outlives_its_attention(monkeypatch: pytest.MonkeyPatch) -> None
         most.append(sum(one() is not None for one in alive))
         return made
 
-    monkeypatch.setattr(blocks, "padded", watched)
+    monkeypatch.setattr(blocks, "padded_block", watched)
     monkeypatch.setattr(devices, "_CACHE_BYTES", 4096)
     trace_sample(tiny_adapter(), PROMPT, run())
     assert len(most) > 10
@@ -103,9 +104,11 @@ def test_caches_that_are_read_again_or_hold_what_the_full_one_does_not_are_held(
     streaming = configuration(18, policy="streaming-llm", selection="position", window=6)
     inside = replace(streaming, policy=parse("streaming-llm(positions=in-cache)"))
     few = replace(CONFIGS[0], precision=parse("quantise(bits=2)"))
-    assert passing(run())
-    assert passing(run((streaming,), scenario="context-only"))
-    assert not any(passing(each) for each in (run(steps=2), run(generate=3), run((*CONFIGS, inside)), run((few,))))
+    assert passing(ResolvedRun.of(run()))
+    assert passing(ResolvedRun.of(run((streaming,), scenario="context-only")))
+    assert not any(
+        passing(ResolvedRun.of(each)) for each in (run(steps=2), run(generate=3), run((*CONFIGS, inside)), run((few,)))
+    )
 
 
 def test_what_holds_no_copies_goes_in_fewer_batches() -> None:

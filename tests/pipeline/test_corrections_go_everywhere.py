@@ -15,19 +15,18 @@ from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.stand_in import StandIn, stand_in
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.option import completed
+from perturbkv.configs.option import complete_choice
 from perturbkv.configs.precision import CORRECTION_OPTIONS, correction_bits
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.answers.generation import answer
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants import corrected as correcting
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory as oracle
 from tests.oracle.sample import Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.resolved import answer, trace_sample
 
 PROMPT = Prompt("s", token_ids(40, seed=4), 0, question_tokens=9)
 WINDOW = 5
@@ -53,7 +52,7 @@ class World:
 
     def stand_in(self, correction: str) -> StandIn:
         choice = parse(correction)
-        whole = completed(choice, "correction", CORRECTION_OPTIONS[choice.name])
+        whole = complete_choice(choice, "correction", CORRECTION_OPTIONS[choice.name])
         return stand_in(whole, self.query, self.keys, self.values, self.gone, SCALE)
 
     def full(self, query: Tensor) -> Tensor:
@@ -192,7 +191,7 @@ def test_what_is_kept_and_its_bounds_are_those_of_the_uncorrected(corrected: dic
 
 
 def test_bytes_are_counted_for_each_head_that_loses_any() -> None:
-    linear, oracle = (completed(parse(one), "correction", CORRECTION_OPTIONS[parse(one).name])
+    linear, oracle = (complete_choice(parse(one), "correction", CORRECTION_OPTIONS[parse(one).name])
                       for one in CORRECTIONS[1:])  # fmt: skip
     assert correction_bits(linear, 10, 3, 64) == 16 * 3 * (2 * 64 + 1)
     assert correction_bits(oracle, 10, 3, 64) == 16 * 64 * (3 + 10)

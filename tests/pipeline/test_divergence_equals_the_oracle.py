@@ -9,14 +9,15 @@ import pytest
 
 from perturbkv.api.measuring import measure
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation, teacher_forcing
-from perturbkv.pipeline.answers.generation import answer
 from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.pipeline.test_long_generation_is_compressed import LIMIT, PROMPT, TOKENS, Naive, NaiveBlocks, config
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import answer
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_without_compressions_it_is_the_kl_that_a_trace_holds(scenario: str) -> 
     adapter, steps = tiny_adapter(seed=1), 8
     prompt = Prompt("s", token_ids(40, seed=4), 0, question_tokens=5)
     configs = tuple(configuration(12, window=4, kernel=3, selection=name) for name in ("attention", "two-stage"))
-    trace = measure(adapter, [prompt], configs, steps=steps, scenario=scenario, progress=False)
+    trace = measure(adapter, [prompt], configs, settings=Settings(steps=steps, scenario=scenario), progress=False)
     made = answer(adapter, prompt, configs, steps, scenario=scenario, divergence=True)
     assert made.divergence is not None
     assert int(trace.get("steps_measured", "this")[0]) == steps

@@ -14,12 +14,11 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
-from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.answers.recompression import Compressor
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.resolved import answer, read_evicting, resolved_run, trace_sample
 
 PROMPT = Prompt("s", token_ids(40, seed=4), 0, question_tokens=9)
 WINDOW = 5
@@ -91,7 +90,7 @@ def test_later_compressions_round_nothing_twice() -> None:
         before = [layer.entries(0).sets() for layer in read.cache.evicted]
         full = whole.cache.evicted[0].entries(0).sets()[0][0]
         assert not all(any(torch.equal(key, other) for other in full) for key in before[0][0][0])
-        compressor = Compressor(adapter, read.cache, [chosen], 8, read.queries, "s", 0, _resources())
+        compressor = Compressor(adapter, read, resolved_run([chosen]), 8, "s", _resources())
         compressor.compress(1)
         for layer, sets in zip(read.cache.evicted, before, strict=True):
             own = layer.entries(0).sets()

@@ -14,12 +14,12 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 
 LENGTH, QUESTION, STEPS = 36, 7, 2
 OURS = EvictionConfig(14, window=5, granularity="kv")

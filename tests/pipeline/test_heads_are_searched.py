@@ -14,11 +14,13 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.optimum.chain import knowing, plain, with_references
+from perturbkv.optimum.chain import with_known_query, with_references, without_pooling
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.searching import Searches, head_views
-from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample.sample_run import SampleRun
+from perturbkv.selection.resolved_config import ResolvedRun
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 
 LENGTH, QUESTION = 40, 6
 CONFIGS = pk.grid(14, window=5, selection=["attention", "two-stage", "random", "hindsight-attention", "hindsight"])
@@ -36,7 +38,8 @@ def test_a_heads_sets_perturb_as_its_trace_says(family: str, scenario: str) -> N
     run = RunConfig("m", "d", CONFIGS, scenario=scenario)
     measured = trace_sample(adapter, PROMPT, run).arrays["perturbation_isolated"][:, 0]
     parts = PROMPT.parts(scenario)
-    views = list(head_views(adapter, *parts, CONFIGS, every_head(adapter), "s", Resources()))
+    sample = SampleRun.read(adapter, PROMPT, ResolvedRun.of(run), Resources(), rows=1)
+    views = list(head_views(sample, every_head(adapter)))
     assert [(view.layer, view.head) for view in views] == every_head(adapter)
     for view in views:
         found = [view.entries.perturbation(kept) for kept in view.kept]
@@ -82,14 +85,14 @@ def test_a_prefix_is_the_first_token_and_the_prompts_own_middle() -> None:
 )
 def test_a_chain_changes_one_thing_at_a_time(asked: str, plainly: str | None, known: str | None) -> None:
     (config,) = pk.grid(32, selection=asked, window=4, protect_first=3)
-    for found, told in ((plain(config), plainly), (knowing(config), known)):
+    for found, told in ((without_pooling(config), plainly), (with_known_query(config), known)):
         assert found == (None if told is None else pk.grid(32, selection=told, window=4, protect_first=3)[0])
 
 
 def test_a_score_that_estimates_no_attention_has_no_chain() -> None:
     for policy in ("knorm", "expected-attention", "h2o"):
         (config,) = pk.grid(32, policy=policy, selection="attention", window=4)
-        assert plain(config) is None and knowing(config) is None
+        assert without_pooling(config) is None and with_known_query(config) is None
 
 
 def test_references_stand_behind_the_methods_of_their_budget() -> None:

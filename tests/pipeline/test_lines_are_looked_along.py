@@ -12,16 +12,18 @@ import torch
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.variants import sparse_prefill as pipeline_lined
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.resolved_config import resolve
 from perturbkv.selection.sparse_lines import LinedGroup, measured
 from perturbkv.trace import SampleTrace
 from tests.oracle import selection, theory
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.resolved import trace_sample
 from tests.support.traces import kept_of
 
 LENGTH, WINDOW, RELATIVE = 44, 5, 1e-6
@@ -39,7 +41,7 @@ Case = tuple[SampleTrace, Reference]
 def lined(selection: str = "attention", budget: float = 17, **more: Any) -> EvictionConfig:
     options = {"last": 9, "first": 2} | more.pop("options", {})
     policy = f"vertical-slash({', '.join(f'{name}={value}' for name, value in options.items())})"
-    return configuration(budget, policy=policy, selection=selection, **{"window": WINDOW, **more})
+    return resolve(configuration(budget, policy=policy, selection=selection, **{"window": WINDOW, **more}))
 
 
 def every_way(granularity: str) -> tuple[EvictionConfig, ...]:
@@ -112,7 +114,7 @@ def at(reference: Reference, config: EvictionConfig, layer: int, head: int, posi
 
 def mean_at(reference: Reference, config: EvictionConfig, layer: int, head: int) -> dict[str, float]:
     """The means over the queries that are measured."""
-    each = [at(reference, config, layer, head, position) for position in measured(config, reference.n, "s")]
+    each = [at(reference, config, layer, head, position) for position in measured(resolve(config), reference.n, "s")]
     return {name: float(np.mean([one[name] for one in each])) for name in each[0]}
 
 
@@ -129,9 +131,10 @@ def before_them(group: LinedGroup, positions: torch.Tensor) -> KeptSets:
     return _seen(group, positions - 1)
 
 
-def first_alone(*asked: Any) -> dict[str, torch.Tensor]:
-    group = replace(asked[2], measured=asked[2].measured[:1])
-    return _isolated(*asked[:2], group, *asked[3:])
+def first_alone(layer: FullLayer, group: LinedGroup, *more: Any) -> dict[str, torch.Tensor]:
+    alone, known = replace(group, measured=group.measured[:1]), layer.statistics.queries
+    known[alone.measured] = [queries[:, :1] for queries in known[group.measured]]
+    return _isolated(layer, alone, *more)
 
 
 _seen, _isolated = LinedGroup.seen, pipeline_lined.isolated_by_lines

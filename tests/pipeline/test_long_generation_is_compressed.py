@@ -12,7 +12,6 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
-from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.answers.recompression import mean_entries
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
@@ -20,6 +19,7 @@ from tests.oracle import policies, selection, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
 from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import answer, read_evicting
 
 PROMPT = Prompt("s", token_ids(14, seed=4), 0)
 BUDGET, LIMIT, WINDOW, TOKENS = 12, 24, 4, 40

@@ -16,15 +16,16 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.pipeline.answers.generation import answer, check_asked
+from perturbkv.pipeline.answers.generation import check_asked
 from perturbkv.pipeline.run import searching
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection import page_selection
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.page_selection import PagedLayer, Reader, ReadGroup, read_groups
+from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.resolved import answer, trace_sample
 from tests.support.traces import kept_of
 
 HEAD, KV, D, N, WINDOW = 4, 2, 8, 41, 5
@@ -34,8 +35,10 @@ PROMPT = Prompt("s", token_ids(40, seed=4), 0, question_tokens=QUESTION)
 SELECTIONS = ("attention", "two-stage", "two-stage(alpha=0)", "value", "random", "hindsight", "hindsight-attention")
 
 
-def config(selection: str = "attention", budget: float = 17, page: int = 4, **more: object) -> EvictionConfig:
-    return configuration(budget, policy=f"quest(page={page})", selection=selection, **{"window": WINDOW, **more})
+def config(selection: str = "attention", budget: float = 17, page: int = 4, **more: object) -> ResolvedConfig:
+    return resolve(
+        configuration(budget, policy=f"quest(page={page})", selection=selection, **{"window": WINDOW, **more})
+    )
 
 
 class World:
@@ -55,7 +58,7 @@ class World:
     def logits(self) -> Tensor:
         return theory.decode_logits(self.query, self.keys, SCALE)
 
-    def read(self, chosen: EvictionConfig) -> Tensor:
+    def read(self, chosen: ResolvedConfig) -> Tensor:
         """(head, key) of its query."""
         return Reader(chosen, self.paged(chosen.block), N)(self.query.unsqueeze(1))[:, 0]
 
@@ -191,7 +194,7 @@ def unscaled(layer: PagedLayer, query: Tensor) -> Tensor:
     return 5 * _bounds(layer, query)
 
 
-def first_step(configs: list[EvictionConfig], layer: object, queries: list[Tensor], tokens: int) -> list[ReadGroup]:
+def first_step(configs: list[ResolvedConfig], layer: object, queries: list[Tensor], tokens: int) -> list[ReadGroup]:
     return read_groups(configs, layer, [queries[0]] * len(queries), tokens)  # type: ignore[arg-type]
 
 

@@ -9,12 +9,11 @@ from perturbkv.cache import entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.pipeline.answers.generation import answer
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry
 from tests.pipeline.test_positions_inside_the_cache import INSIDE, KEPT, PROMPT, SINKS, SNAPKV
 from tests.support.models import tiny_adapter
+from tests.support.resolved import answer, every, trace_sample
 
 CHANGING = {
     "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -46,12 +45,12 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
     config = AutoConfig.for_model("llama")
     for kind in ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional"):
         config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
-        entries.check_positions((KEPT, SNAPKV), config, "m")
+        entries.check_positions(every((KEPT, SNAPKV)), config, "m")
         if kind in entries.COMPOSING:
-            entries.check_positions((INSIDE,), config, "m")
+            entries.check_positions(every((INSIDE,)), config, "m")
         else:
             with pytest.raises(ModelError, match=kind):
-                entries.check_positions((INSIDE,), config, "m")
+                entries.check_positions(every((INSIDE,)), config, "m")
 
 
 def test_only_streaming_llm_places_keys_inside_the_cache() -> None:

@@ -20,9 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.generation import answer, read_evicting
 from perturbkv.pipeline.sample.capture import decode_from
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory
@@ -30,6 +28,7 @@ from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model, token_ids
+from tests.support.resolved import answer, read_evicting, trace_sample
 from tests.support.varlen import varlen
 
 LENGTH, QUESTION, STEPS, SINKS = 40, 7, 6, 3
@@ -110,7 +109,7 @@ def test_a_moved_key_is_the_one_that_the_model_would_have_cached_there(rope: str
         return apply_rotary_pos_emb(key, key, *rotary(key, place[None]))[1][0, 0]
 
     angle = entries._angles(stands, rotary.inv_freq) - entries._angles(prompt, rotary.inv_freq)
-    found, eps = entries.turned(cached(prompt), angle), torch.finfo(dtype).eps
+    found, eps = entries.rotate_keys(cached(prompt), angle), torch.finfo(dtype).eps
     assert found.dtype == dtype
     torch.testing.assert_close(found, cached(stands), rtol=0, atol=4 * eps * float(key.abs().max()))
     assert torch.equal(found[:3], cached(prompt)[:3])

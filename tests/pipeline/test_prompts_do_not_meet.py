@@ -10,10 +10,10 @@ import pytest
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.sample.one_sample import trace
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.models import tiny_adapter, token_ids
+from tests.support.resolved import trace
 
 CONFIGS = tuple(
     configuration(budget, selection=selection, window=6)

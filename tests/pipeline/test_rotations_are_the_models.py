@@ -17,9 +17,10 @@ from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import replay
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.sample.prefill import Rotations, prefill
+from perturbkv.pipeline.sample.prefill import Rotations
 from perturbkv.selection.grid import configuration
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
+from tests.support.resolved import prefill
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -55,7 +56,7 @@ def test_turning_back_undoes_the_models_rotation(kind: str) -> None:
     there = turned(adapter, vectors, positions)
     assert Rotations(adapter)(positions).cosine.shape == (50, 4 if kind == "partial" else 8)
     assert (there - vectors).abs().max() > 0.5
-    torch.testing.assert_close(Rotations(adapter)(positions).turned_back(there), vectors, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(Rotations(adapter)(positions).unrotate(there), vectors, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,13 +16,13 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
-from perturbkv.pipeline.answers.generation import answer, generate, read_evicting
+from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.sample.capture import decode_from
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.oracle.sample import Reference
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import answer, read_evicting, trace_sample
 from tests.support.traces import kept_of
 
 LENGTH, QUESTION = 40, 9
@@ -145,14 +145,15 @@ def test_an_answer_says_what_its_cache_held(scenario: str) -> None:
     assert later.held == [1]
 
 
-def test_every_row_stops_at_its_own_end() -> None:
+def test_every_row_stops_at_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row's answer is cut before the first end token, and longer rows go on."""
     adapter, configs = tiny_adapter(), (config("snapkv"), config("random"), config("adakv", 30))
     context, _ = PROMPT.parts("regular")
 
     def rows(ends: set[int]) -> list[list[int]]:
         read = read_evicting(adapter, context, configs, "s")
-        return generate(adapter, read.cache, (), read.logits, 20, ends)
+        monkeypatch.setattr(generation, "end_tokens", lambda adapter: ends)
+        return generate(adapter, read, (), 20)
 
     free = rows(set())
     assert all(len(row) == 20 for row in free)
@@ -181,7 +182,8 @@ def test_rows_that_ended_are_decoded_no_longer_than_half_of_them_go_on(monkeypat
     def rows(ends: set[int]) -> list[list[int]]:
         decoded.clear()
         read = read_evicting(adapter, context, configs, "s", with_full=True)
-        return generate(adapter, read.cache, (), read.logits, 24, ends)
+        monkeypatch.setattr(generation, "end_tokens", lambda adapter: ends)
+        return generate(adapter, read, (), 24)
 
     free = rows(set())
     assert decoded == [8] * 23

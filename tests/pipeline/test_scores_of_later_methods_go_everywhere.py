@@ -12,14 +12,12 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.answers.generation import answer
-from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.sample.prefill import asked, prefill
 from perturbkv.selection.compatibility import check_compressible
 from perturbkv.selection.grid import configuration
 from tests.oracle import scores as naive
 from tests.oracle.decoder import Decoder
 from tests.support.models import FAMILIES, exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import answer, asked, prefill, trace_sample
 from tests.support.traces import kept_of
 
 SCORES = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",

@@ -17,7 +17,6 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.sample.decoding import steps_of_text
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace import export
@@ -25,6 +24,7 @@ from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace
 from tests.pipeline.test_a_sweep_shares_one_prefill import Waiting
 from tests.support.models import tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 
 STEPS = 6
 PROMPT = Prompt("s", token_ids(40, seed=3), 0, question_tokens=6)

@@ -20,14 +20,15 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants import mixtures as swapping
 from perturbkv.pipeline.variants.mixtures import SwapSample
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.patching_file import SwapRow, SwapStore
 from perturbkv.trace import Trace
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 
 LAYERS, LENGTH, QUESTION, STEPS, ROWS = 4, 36, 7, 2, 5
 PROMPTS = [Prompt(f"s{seed}", token_ids(LENGTH, seed=seed), 0, question_tokens=QUESTION) for seed in (1, 2, 3)]
@@ -49,7 +50,7 @@ class Case:
         configs = sides(granularity, policy)
         run = RunConfig("m", "d", configs, samples=1, steps=STEPS, scenario=scenario)
         self.trace = Trace.of(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
-        self.sample = SwapSample(self.adapter, PROMPTS[0], run, Resources(), ROWS)
+        self.sample = SwapSample(self.adapter, PROMPTS[0], ResolvedRun.of(run), Resources(), ROWS)
         self.ends = [Mixture.of_layers(LAYERS, self.sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
 
     def masks(self, mixture: Mixture) -> list[np.ndarray]:
@@ -103,7 +104,7 @@ def test_sides_that_store_or_place_their_entries_otherwise_are_the_traces_too(
     adapter = exact_adapter("llama", 4, 2, layers=LAYERS, d_head=32)
     run = RunConfig("m", "d", configs, samples=1)
     arrays = trace_sample(adapter, PROMPTS[0], run).arrays
-    sample = SwapSample(adapter, PROMPTS[0], run, Resources(), ROWS)
+    sample = SwapSample(adapter, PROMPTS[0], ResolvedRun.of(run), Resources(), ROWS)
     ends = [Mixture.of_layers(LAYERS, sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
     rows = sample.measure(ends).rows
     for side, row in enumerate(rows):
@@ -182,7 +183,9 @@ def drifts(path: Path) -> dict[tuple[str, str], float]:
 def test_exact_values_are_those_of_all_orders_and_drawn_ones_lie_around_them(tmp_path: Path) -> None:
     """Every subset's drift is read from the file, and the definition is a loop over all orders."""
     configs, path = sides("query"), tmp_path / "swap.jsonl"
-    exact = pk.swap(small(), PROMPTS, *configs, exact=True, greedy=0, path=path, progress=False).shapley
+    exact = pk.patching(
+        small(), PROMPTS, *configs, question=pk.PatchingConfig(exact=True, greedy=0), path=path, progress=False
+    ).shapley
     found, ids = drifts(path), [prompt.sample_id for prompt in PROMPTS]
     assert len(found) == 2**LAYERS * len(PROMPTS)
 
@@ -200,7 +203,14 @@ def test_exact_values_are_those_of_all_orders_and_drawn_ones_lie_around_them(tmp
     np.testing.assert_allclose(exact.value, share, rtol=1e-9, atol=1e-12)
     inside, before = [], path.read_bytes()
     for seed in range(12):
-        drawn = pk.swap(small(), PROMPTS, *configs, permutations=32, greedy=0, seed=seed, path=path, progress=False)
+        drawn = pk.patching(
+            small(),
+            PROMPTS,
+            *configs,
+            question=pk.PatchingConfig(permutations=32, greedy=0, seed=seed),
+            path=path,
+            progress=False,
+        )
         assert drawn.shapley is not None
         inside += (np.abs(drawn.shapley.value - share) <= drawn.shapley.sampling + 1e-12).tolist()
         assert drawn.shapley.value.sum() == pytest.approx(share.sum())
@@ -209,11 +219,13 @@ def test_exact_values_are_those_of_all_orders_and_drawn_ones_lie_around_them(tmp
 
 
 def test_without_a_file_the_values_are_the_same_and_seeds_give_them_again(tmp_path: Path) -> None:
-    asked = {"permutations": 8, "greedy": 2, "progress": False}
-    first, second = (pk.swap(small(), PROMPTS, *sides("kv"), seed=3, path=path, **asked).to_dict()  # type: ignore[arg-type]
-                     for path in (None, tmp_path / "swap.jsonl"))  # fmt: skip
-    assert first == second
-    other = pk.swap(small(), PROMPTS, *sides("kv"), seed=4, **asked).to_dict()  # type: ignore[arg-type]
+    def found(seed: int, path: Path | None = None) -> dict[str, Any]:
+        question = pk.PatchingConfig(permutations=8, greedy=2, seed=seed)
+        return pk.patching(small(), PROMPTS, *sides("kv"), question=question, path=path, progress=False).to_dict()
+
+    first = found(3)
+    assert first == found(3, tmp_path / "swap.jsonl")
+    other = found(4)
     assert other["named"] == first["named"] and other["shapley"] != first["shapley"]
 
 
@@ -225,9 +237,10 @@ class Killed(BaseException):
 def test_a_call_that_was_killed_goes_on_and_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
 ) -> None:
-    asked = {"permutations": 8, "greedy": 3, "treatment_in": [[0]], "progress": False}
+    question = pk.PatchingConfig(permutations=8, greedy=3, treatment_in=[[0]])
+    asked: dict[str, Any] = {"question": question, "progress": False}
     monkeypatch.setattr(swapping, "MOST", 3)
-    undisturbed = pk.swap(small(), PROMPTS, *sides("query"), path=tmp_path / "one.jsonl", **asked)  # type: ignore[arg-type]
+    undisturbed = pk.patching(small(), PROMPTS, *sides("query"), path=tmp_path / "one.jsonl", **asked)
     path, keep, left = tmp_path / "two.jsonl", SwapStore.keep, [batches]
 
     def dying(store: SwapStore, *told: Any) -> None:
@@ -241,31 +254,39 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
     with monkeypatch.context() as patched:
         patched.setattr(SwapStore, "keep", dying)
         with pytest.raises(Killed):
-            pk.swap(small(), PROMPTS, *sides("query"), path=path, **asked)  # type: ignore[arg-type]
-    again = pk.swap(small(), PROMPTS, *sides("query"), path=path, **asked)  # type: ignore[arg-type]
+            pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
+    again = pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
     assert again.to_dict() == undisturbed.to_dict()
     assert path.read_bytes().splitlines()[1:] == (tmp_path / "one.jsonl").read_bytes().splitlines()[1:]
 
 
 def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
-    path, asked = tmp_path / "swap.jsonl", {"permutations": 0, "greedy": 0, "progress": False}
-    pk.swap(small(), PROMPTS, *sides("query"), path=path, **asked)  # type: ignore[arg-type]
+    path = tmp_path / "swap.jsonl"
+    asked: dict[str, Any] = {"question": pk.PatchingConfig(permutations=0, greedy=0), "progress": False}
+    pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
     before = path.read_bytes()
     for prompts, configs in ((PROMPTS[:2], sides("query")), (PROMPTS, sides("kv"))):
         with pytest.raises(ConfigError, match=r"swap.jsonl, got one of another run; give --overwrite or another"):
-            pk.swap(small(), prompts, *configs, path=path, **asked)  # type: ignore[arg-type]
+            pk.patching(small(), prompts, *configs, path=path, **asked)
     assert path.read_bytes() == before
-    pk.swap(small(), PROMPTS[:2], *sides("query"), path=path, overwrite=True, **asked)  # type: ignore[arg-type]
+    pk.patching(small(), PROMPTS[:2], *sides("query"), path=path, overwrite=True, **asked)
     path.write_text(path.read_text().replace('"rows"', '"lines"'))
     with pytest.raises(ConfigError, match="a line that is no measurement of ours"):
-        pk.swap(small(), PROMPTS[:2], *sides("query"), path=path, **asked)  # type: ignore[arg-type]
+        pk.patching(small(), PROMPTS[:2], *sides("query"), path=path, **asked)
 
 
 def test_answers_are_those_of_generate() -> None:
     adapter, configs = small(), sides("kv")
     prompts = [Prompt("s", token_ids(LENGTH, seed=1), 0, answers=("a b",), question_tokens=QUESTION)]
-    trace: Trace = pk.measure(adapter, prompts, configs, generate=6, progress=False)
-    found = pk.swap(adapter, prompts, *configs, generate=6, outcome="score", treatment_in=[[0]], progress=False)
+    trace: Trace = pk.measure(adapter, prompts, configs, settings=pk.Settings(generate=6), progress=False)
+    found = pk.patching(
+        adapter,
+        prompts,
+        *configs,
+        settings=pk.Settings(generate=6),
+        question=pk.PatchingConfig(outcome="score", treatment_in=[[0]]),
+        progress=False,
+    )
     assert found.named[0].score == pytest.approx(float(trace.arrays["score"][0, 1]))
 
 
@@ -287,18 +308,19 @@ def test_what_cannot_be_swapped_is_one_line(change: dict[str, object], said: str
     if "treatment" in asked:
         treatment, _ = baseline, asked.pop("treatment")
     with pytest.raises(ConfigError, match=said):
-        pk.swap(small(), prompts, baseline, treatment, progress=False, **asked)  # type: ignore[arg-type]
+        question = pk.PatchingConfig(**asked)  # type: ignore[arg-type]
+        pk.patching(small(), prompts, baseline, treatment, question=question, progress=False)
 
 
 def test_sides_of_two_granularities_and_budgets_that_evict_nothing_are_refused() -> None:
     (first, _), (_, second) = sides("query"), sides("kv")
     with pytest.raises(ConfigError, match="expected the same granularity on both sides"):
-        pk.swap(small(), PROMPTS, first, second, progress=False)
+        pk.patching(small(), PROMPTS, first, second, progress=False)
     large = pk.grid(99, selection=("attention", "two-stage"), window=5)
     with pytest.raises(ConfigError, match="budget below the 36 tokens .*, got 99: nothing is evicted"):
-        pk.swap(small(), PROMPTS, *large, progress=False)
+        pk.patching(small(), PROMPTS, *large, progress=False)
 
 
 def test_sides_of_layers_are_not_swapped_by_head() -> None:
     with pytest.raises(ConfigError, match="granularity 'layer' keeps one for all of them"):
-        pk.swap(small(), PROMPTS, *sides("layer"), by="heads", progress=False)
+        pk.patching(small(), PROMPTS, *sides("layer"), question=pk.PatchingConfig(by="heads"), progress=False)

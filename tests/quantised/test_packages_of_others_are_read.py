@@ -71,7 +71,7 @@ def floats(folder: Path, plain: Path) -> Any:
 
 
 def measured(model: Adapter) -> Trace:
-    return pk.measure(model, prompt(model), CONFIGS, steps=2, progress=False)
+    return pk.measure(model, prompt(model), CONFIGS, settings=pk.Settings(steps=2), progress=False)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "float8"])

@@ -22,10 +22,10 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.sources import embedded_gguf
 from perturbkv.pipeline.answers.answer_heads import Evidence, head_scores
-from perturbkv.pipeline.answers.generation import answer, end_tokens
-from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory
+from tests.support.resolved import answer, trace_sample
 
 pytestmark = pytest.mark.real_model
 

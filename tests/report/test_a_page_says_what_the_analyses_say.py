@@ -70,7 +70,7 @@ def test_every_pair_is_what_comparing_heads_says(kind: str, distance: str) -> No
         for way, (one, other) in enumerate(((first, second), (second, first))):
             found = getattr(head_comparison.summarise(trace(), run.configs[one], run.configs[other], 0, distance), kind)
             np.testing.assert_allclose(mean[one], found.baseline_mean, rtol=SINGLE)
-            np.testing.assert_allclose(floor, found.floor_mean, rtol=SINGLE)
+            np.testing.assert_allclose(floor, found.noise_floor, rtol=SINGLE)
             np.testing.assert_array_equal(verdict[number, 0] * (1, -1)[way], found.verdict)
             expected = [found.sum_ratio, *interval(found.sum_ratio_interval)]
             np.testing.assert_allclose(sums[number, way], expected, rtol=SINGLE)
@@ -115,9 +115,9 @@ def test_drift_is_that_of_the_layers(distance: str) -> None:
     for number, (first, second) in enumerate(told()["pairs"]):
         for way, (one, other) in enumerate(((first, second), (second, first))):
             found = layers.summarise(trace(), run.configs[one], run.configs[other], distance)
-            ends = found.baseline_interval, found.ratio_interval
+            ends = found.baseline_drift_interval, found.ratio_interval
             assert ends[0] is not None and ends[1] is not None and found.noise_floor is not None
-            expected = np.stack([found.baseline_mean, ends[0].low, ends[0].high], axis=-1)
+            expected = np.stack([found.baseline_drift, ends[0].low, ends[0].high], axis=-1)
             np.testing.assert_allclose(drift[one], expected, rtol=SINGLE)
             expected = np.stack([found.ratio, ends[1].low, ends[1].high], axis=-1)
             np.testing.assert_allclose(over[number, way], expected, rtol=SINGLE)
@@ -134,9 +134,9 @@ def test_kl_and_the_next_token_are_those_of_the_budget_curves() -> None:
         for at, config in enumerate(curve.configs):
             place = trace().run.configs.index(config)
             for found, name in ((kl, "kl"), (top1, "top1")):
-                band = curve.intervals[name]
+                band = getattr(curve.intervals, name)
                 assert band is not None
-                expected = [curve.medians[name][at], band.low[at], band.high[at]]
+                expected = [getattr(curve.medians, name)[at], band.low[at], band.high[at]]
                 np.testing.assert_allclose(found[place], expected, rtol=SINGLE)
 
 
@@ -216,5 +216,5 @@ def test_the_ablation_is_the_analysis_rows() -> None:
         assert [row["name"] for row in shown["rows"]] == [row.title for row in found.rows]
         for part, rows in (("rows", found.rows), ("brings", found.brings)):
             for one, row in zip(shown[part], rows, strict=True):
-                kind = row.compared.propagated
+                kind = row.propagated
                 assert one["propagated"] == [kind.sum_ratio, *interval(kind.sum_ratio_interval)]

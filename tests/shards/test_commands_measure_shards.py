@@ -26,7 +26,7 @@ def test_an_analysis_measures_its_shard_and_the_last_one_goes_on(perturbkv: Run,
     assert not Path("out/summary.json").exists()
     missing = perturbkv("merge", "out")
     refused(missing, "got 1: 1/2 is missing; this measures 1/2: perturbkv heads --model", "--shard 1/2 --json")
-    refused(perturbkv("info", "out/trace.h5"), "is in shards, of which 1 of 2 are done")
+    refused(perturbkv("list", "out/trace.h5"), "is in shards, of which 1 of 2 are done")
     last = perturbkv("heads", *tiny, "-o", "out", "--format", "png", "--shard=1/2")
     assert last.code == 0, last.err
     assert Path("out/summary.json").exists()

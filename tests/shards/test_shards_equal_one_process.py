@@ -50,6 +50,9 @@ def prompts(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[pk.Promp
     return made
 
 
+_SETTINGS = pk.Settings()
+
+
 @pytest.fixture
 def a_still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills that are timed take no time."""
@@ -57,9 +60,12 @@ def a_still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill, "_timed", lambda *asked: (0.0, timed(*asked)[1]))
 
 
-def in_shards(path: Path, *asked: Any, count: int = SHARDS, **options: Any) -> Iterator[Trace | ShardDone]:
+def in_shards(
+    path: Path, *asked: Any, count: int = SHARDS, by: str = "samples", settings: pk.Settings = _SETTINGS
+) -> Iterator[Trace | ShardDone]:
     for number in range(count, 0, -1):
-        yield pk.measure(*asked, path=path, shard=f"{number}/{count}", progress=False, **options)
+        shard = f"{number}/{count}" if by == "samples" else pk.Shard(number, count, by)
+        yield pk.measure(*asked, settings=settings, path=path, shard=shard, progress=False)
 
 
 @pytest.mark.usefixtures("a_still_clock")
@@ -68,9 +74,9 @@ def test_seven_shards_give_the_file_of_one_process(
     adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool
 ) -> None:
     assert {config.policy.name for config in CONFIGS} == set(registry.names())
-    options: dict[str, Any] = {"scenario": scenario, "text": text, "head_scores": HEAD_SCORES}
-    alone = pk.measure(adapter, prompts, CONFIGS, path=tmp_path / "one.h5", progress=False, **options)
-    *left, last = in_shards(tmp_path / "t.h5", adapter, prompts, CONFIGS, **options)
+    settings = pk.Settings(scenario=scenario, text=text, head_scores=HEAD_SCORES)
+    alone = pk.measure(adapter, prompts, CONFIGS, settings=settings, path=tmp_path / "one.h5", progress=False)
+    *left, last = in_shards(tmp_path / "t.h5", adapter, prompts, CONFIGS, settings=settings)
     assert [len(one.samples) for one in left] == [1] * 6
     assert [len(one.done) for one in left] == list(range(1, SHARDS))
     assert isinstance(last, Trace)
@@ -85,8 +91,8 @@ def test_shards_give_the_answers_of_one_process(adapter: Adapter, tmp_path: Path
     text = "The quick brown fox jumps over it. " * 2
     prompts = [pk.Prompt.from_text(f"{place} {text}", adapter, id=f"p{place}", answers=["é"]) for place in range(3)]
     asked: tuple[Any, ...] = (adapter, prompts, CONFIGS[:4])
-    alone = pk.measure(*asked, path=tmp_path / "one.h5", generate=5, progress=False)
-    last = list(in_shards(tmp_path / "t.h5", *asked, count=2, shard_by=by, generate=5))[-1]
+    alone = pk.measure(*asked, path=tmp_path / "one.h5", settings=pk.Settings(generate=5), progress=False)
+    last = list(in_shards(tmp_path / "t.h5", *asked, count=2, by=by, settings=pk.Settings(generate=5)))[-1]
     assert isinstance(last, Trace)
     assert "".join(alone.arrays["answer"].ravel()) != ""
     for name in ANSWER_TEXT:
@@ -98,7 +104,7 @@ def test_shards_of_configurations_give_it_up_to_floors_and_bytes(
 ) -> None:
     chosen = CONFIGS[:5]
     alone = pk.measure(adapter, prompts[:2], chosen, path=tmp_path / "one.h5", progress=False)
-    *left, last = in_shards(tmp_path / "t.h5", adapter, prompts[:2], chosen, count=2, shard_by="configs")
+    *left, last = in_shards(tmp_path / "t.h5", adapter, prompts[:2], chosen, count=2, by="configs")
     assert [(len(one.samples), one.configs) for one in left] == [(2, 2)]
     assert isinstance(last, Trace)
     assert (last.run, last.sample_ids) == (alone.run, alone.sample_ids)

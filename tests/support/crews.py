@@ -52,7 +52,7 @@ class FakeCrew:
         if answer is not HANGING:
             self._answers.append((place, answer))
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
         return [self._answers.popleft()] if self._answers else []
 
     def dismiss(self, place: int) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
-from perturbkv.configs.selections import LINED
+from perturbkv.configs.selections import SPARSE_PREFILLS
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 
 
 def of_every_policy() -> list[pk.EvictionConfig]:
     """Each with its own score, where it has one, and some with two stages; none that neither steps nor answers."""
-    known = [(name, registry.info(name).selections) for name in registry.names() if name not in LINED]
+    known = [(name, registry.info(name).selections) for name in registry.names() if name not in SPARSE_PREFILLS]
     own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
     chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]
     return [one for name, selection in chosen for one in pk.grid(40, policy=name, selection=selection, window=8)]
@@ -31,8 +31,8 @@ def measured(folder: str | Path, data: str | Path, own: str, path: Path, **engin
     model = pk.load_model(str(folder))
     prompts, scores = pk.load_prompts(str(data), model), head_scores(model)
     configs = [*of_every_policy(), *pk.grid(24, policy=own, selection="attention", window=8)]
-    asked = {"steps": 2, "generate": 3, "head_scores": scores, "progress": False}
-    pk.measure(model, prompts, configs, path=path, **asked, **engine)
+    settings = pk.Settings(steps=2, generate=3, head_scores=scores)
+    pk.measure(model, prompts, configs, settings=settings, path=path, workers=pk.Workers(**engine), progress=False)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.schema import ANSWER_TEXT, DIGEST, TEXT, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.run.merge import distinct_places
+from perturbkv.storage.run.merge import distinct_codes
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.texts import SampleText
 from perturbkv.trace import FailedSample, SampleTrace, Trace
@@ -75,7 +75,7 @@ def sample_trace(
 def kept(arrays: Mapping[str, Any], offsets: Any, positions: Any) -> dict[str, Any]:
     """Codes of kept sets as a sample stores them: of each head `kept_count` positions from its offset on."""
     offsets, counts = np.asarray(offsets), np.asarray(arrays["kept_count"])
-    first, place = distinct_places(offsets, counts)
+    first, place = distinct_codes(offsets, counts)
     starts, own = offsets.reshape(-1)[first], counts.reshape(-1)[first]
     taken = np.asarray(positions)[kept_codec.places(starts, own)]
     code, lengths = kept_codec.of_positions(taken, own, int(arrays["prompt_tokens"]))

@@ -1,1 +1,1 @@
-"""What a share of stage 1 per layer or head is worth."""
+"""The question `alpha`: what a share of stage 1 per layer or head is worth."""

@@ -1,61 +1,100 @@
-"""What is a share of stage 1 worth that each layer, or each head, has of its own? (Paper, figure 7, and left open.).
-
-What was chosen on which samples, and what it brings: all that tables and figures show.
-
-The tables of chosen α: what choosing brings, at each α, by layer, and what comes out.
-"""
+"""Gain of a share of stage 1 that each layer, or each head, has of its own (paper, figure 7, and left open)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.pairing import common
-from perturbkv.analyses.questions.alpha import alpha_rows
-from perturbkv.analyses.questions.alpha.alpha_choice import PAPER, Chosen, Fold, Sweep, choose, sweep, tables, unstable
-from perturbkv.analyses.questions.alpha.alpha_choice import folds as parted
-from perturbkv.analyses.questions.alpha.alpha_rows import NAMES, OTHERS, Measured, Point, Row, curve, measured, rows
+from perturbkv.analyses.questions.alpha.alpha_choice import (
+    PAPER,
+    Chosen,
+    ChosenShares,
+    Fold,
+    Sweep,
+    choose,
+    documented,
+    sweep,
+    tables,
+    unstable,
+)
+from perturbkv.analyses.questions.alpha.alpha_choice import folds as split_folds
+from perturbkv.analyses.questions.alpha.alpha_rows import (
+    NAMES,
+    OTHERS,
+    SAME,
+    Measured,
+    Point,
+    Row,
+    curve,
+    measured,
+    rows,
+)
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.arithmetic import plain
-from perturbkv.analyses.stats.intervals import Scalar
-from perturbkv.analyses.text import Case, compared, over, percent, same, sentence
+from perturbkv.analyses.text import comparison, percent, sample_note, sentence
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
-from perturbkv.display import Table
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 
-@dataclass(frozen=True, repr=False)
-class Choices:
-    """What was chosen, and what it brings.
+@record
+class Alpha(Result):
+    """Choices of α, made on some samples and judged on others.
+
+    `folds[…].distinct` are the configurations with which a fold's samples are run, `shares["head"]` is the table that
+    heads choose on all samples.
 
     Attributes:
-        identity: which run this is.
-        sweep: what every head loses at each α.
-        folds: which samples were judged together, by what was chosen on the others.
-        rows: isolated, each choice against the paper's α and against one α for all heads.
-        curve: one α for all heads.
-        chosen: on all samples: (layer, head) which α of the sweep.
-        shares: the same as files hold it, by `global`, `layer`, `head`.
-        unstable: of each level the share of layers or kept sets whose choice differs between folds.
-        measured: what comes out, where each fold was run with its choice; None where it was not.
+        identity: of the run.
+        sweep: the loss of every head at each α.
+        chosen: on all samples: (layer, head) index of an α of the sweep, by `global`, `layer`, `head`.
+        shares: the same as files hold it.
     """
+
+    SECTION = "question alpha"
+    SHOWN = ("over_paper_sum_ratio", "over_paper_median_ratio", "over_paper_better_share", "over_fixed_sum_ratio")
+    FIRST = "α"
 
     identity: RunIdentity
     sweep: Sweep
-    folds: tuple[Fold, ...]
-    rows: tuple[Row, ...]
-    curve: tuple[Point, ...]
+    rows: tuple[Row, ...] = column("attention, α = 0.25, each choice on other samples, and on the same ones")
+    curve: tuple[Point, ...] = column("one α for all heads")
     chosen: Chosen
     shares: Mapping[str, AlphaTable]
-    unstable: Mapping[str, float]
-    measured: Measured | None
+    unstable: Mapping[str, float] = column(
+        "global, layer, head → share of layers or kept sets whose choice is not the same in all folds",
+        key="differ_between_folds",
+    )
+    folds: tuple[Fold, ...] = column("sample i is judged in fold i mod K")
+    measured: Measured | None = column("outcomes where each fold is run with what the others chose; null: it was not")
+
+    @derived()
+    def configs(self) -> list[EvictionConfig]:
+        """Attention, then two-stage at each α."""
+        return [self.sweep.baseline, *self.sweep.configs]
+
+    @derived()
+    def samples(self) -> list[str]:
+        """Names of the complete samples."""
+        return list(self.sweep.samples)
+
+    @derived()
+    def heads_per_kept_set(self) -> int:
+        """Query heads that have one α, as they share a kept set."""
+        return self.sweep.group
+
+    @derived(key="chosen")
+    def chosen_shares(self) -> dict[str, ChosenShares]:
+        """Choices made on all samples, by global, layer and head."""
+        return documented(self.shares)
 
     @property
     def finest(self) -> str:
@@ -63,192 +102,86 @@ class Choices:
         return HEAD if HEAD in self.chosen else LAYER
 
     def row(self, by: str, chosen_on: str = OTHERS) -> Row:
-        """The row of a level."""
+        """Return the row of a level."""
         return next(row for row in self.rows if (row.name, row.chosen_on) == (NAMES[by], chosen_on))
 
-
-_ON = {OTHERS: "other samples", "same": "the same: flatters", "": "–"}
-_ROWS = (
-    "", "chosen on", f"#Σ over that\nof α = {PAPER}", "#median head\nover it", "#heads\nbetter",
-    "#Σ over one\nfor all heads",
-)  # fmt: skip
-_CURVE = ("α", f"#Σ over that of α = {PAPER}", "#layers\nthat choose it", "#heads\nthat choose it")
-_LAYERS = ("layer", "#α of\nthe layer", "#α of its heads: least,\nmedian, largest", "#heads\nat 0", "#heads\nat 1")
-_MEASURED = (
-    "", "#KL,\nmedian, nat", f"#mean KL over\nthat of α = {PAPER}", "#samples\nlower", "#mean KL over\none for all",
-    "#drift", "#propagated\nΣ",
-)  # fmt: skip
-
-
-def alpha_tables(result: Choices) -> list[Table | str]:
-    """All of a result."""
-    setting = common(result.sweep.configs, "policy", "selection", "alpha")
-    shown: list[Table | str] = [
-        Table(f"{setting}: isolated L1 of all heads", _ROWS, list(map(_row, result.rows))),
-        _stability(result),
-        Table("one α for all heads; who chooses it, on all samples", _CURVE, _curve(result)),
-    ]
-    if result.measured is not None:
-        shown.append(Table("what comes out, chosen on other samples", _MEASURED, _measured(result)))
-    return [*shown, Table("what is chosen on all samples, by layer", _LAYERS, _by_layer(result))]
-
-
-def alpha_notes(result: Choices) -> str:
-    """What rows and columns mean."""
-    folds = f"{len(result.folds)} folds"
-    said = (
-        f"{text.about_intervals(result.identity.samples)} α is chosen from those of the trace by the least Σ "
-        f"isolated L1 over the samples of all folds but one, and judged on that one's ({folds}); intervals hold the "
-        "choices fixed. What is chosen on the very samples that it is judged on flatters; the files that are written "
-        "hold such a choice, for other samples. Ties go to the α nearest the paper's. "
-        f"{text.about_floor(result.rows[0].over_paper.floor_relative_median)}"
-    )
-    if result.measured is not None:
-        said += (
-            " Drift after the last layer and propagated Σ: over those of α = 0.25. Every fold's samples were run with "
-            "what the others chose; composed and measured isolated L1 differ by at most "
-            f"{result.measured.off:.1e} of the head's largest."
-        )
-    return said
-
-
-def _row(row: Row) -> list[str]:
-    paper, fixed = row.over_paper, row.over_fixed
-    return [
-        row.name,
-        _ON[row.chosen_on],
-        _ratio(paper.sum_ratio, paper.sum_ratio_interval),
-        _ratio(paper.median_ratio, paper.median_ratio_interval),
-        _share(paper.better_share, paper.better_share_interval, paper.sum_ratio, paper.sum_ratio_interval),
-        _ratio(fixed.sum_ratio, fixed.sum_ratio_interval, digits=3),
-    ]
-
-
-def _ratio(value: float, interval: Scalar, digits: int = 2) -> str:
-    """'1' of what is held against itself."""
-    return "1" if same(value, interval) else text.decimal(value, interval, digits, apart="\n")
-
-
-def _share(share: float, interval: Scalar, ratio: float, band: Scalar) -> str:
-    """Nothing of what is held against itself."""
-    return "–" if same(ratio, band) else text.percent(share, interval, "\n")
-
-
-def _stability(result: Choices) -> str:
-    """How much of the choice is not the same in all folds."""
-    what = {GLOBAL: "of the one for all heads", LAYER: "of the layers", HEAD: "of the kept sets"}
-    told = [f"{text.percent(share)} {what[by]}" for by, share in result.unstable.items() if by != GLOBAL]
-    fixed = sorted({float(result.sweep.alphas[part.chosen[GLOBAL][0, 0]]) for part in result.folds})
-    chosen = " or ".join(f"{alpha:g}" for alpha in fixed)
-    return f"the choice differs between folds in {' and '.join(told)}; the one for all heads is {chosen}"
-
-
-def _curve(result: Choices) -> list[list[str]]:
-    return [
-        [
-            f"{one.alpha:g}",
-            "1" if same(one.ratio, one.interval) else text.decimal(one.ratio, one.interval, digits=3),
-            text.percent(one.layers),
-            "–" if one.heads is None else text.percent(one.heads),
-        ]
-        for one in result.curve
-    ]
-
-
-def _by_layer(result: Choices) -> list[list[str]]:
-    """A row per layer of the finest choice."""
-    finest = result.sweep.alphas[result.chosen[result.finest]]
-    of_layer = result.sweep.alphas[result.chosen[LAYER][:, 0]]
-    return [
-        [
-            str(layer),
-            f"{own:g}",
-            ", ".join(f"{end:g}" for end in (shares.min(), np.median(shares), shares.max())),
-            text.percent(float((shares == 0).mean())),
-            text.percent(float((shares == 1).mean())),
-        ]
-        for layer, own, shares in zip(result.sweep.layers, of_layer, finest, strict=True)
-    ]
-
-
-def _measured(result: Choices) -> list[list[str]]:
-    assert result.measured is not None
-    return [
-        [
-            {NAMES[GLOBAL]: "one for all"}.get(one.name, one.name),
-            text.significant(one.kl_median, one.kl_median_interval),
-            _ratio(one.kl, one.kl_interval),
-            _share(one.kl_lower, one.kl_lower_interval, one.kl, one.kl_interval),
-            _ratio(one.kl_over_fixed, one.kl_over_fixed_interval),
-            _ratio(one.drift, one.drift_interval),
-            _ratio(one.propagated, one.propagated_interval),
-        ]
-        for one in result.measured.outcomes
-    ]
-
-
-@dataclass(frozen=True, repr=False)
-class Alpha(Choices, Result):
-    """What choosing α brings: `sweep`, `folds`, `rows`, `curve`, `chosen`, `shares`, `unstable`, `measured`.
-
-    `folds[…].distinct` are the configurations with which a fold's samples are run, `shares["head"]` is the table that
-    heads choose on all samples.
-    """
-
     def conclusion(self) -> str:
-        """What the finest choice is worth against one α for all, and that one against the paper's; then in KL."""
+        """Return what the finest choice is worth against one α for all, that one against the paper's, and KL."""
         finest, name = self.row(self.finest), f"α chosen {NAMES[self.finest]}"
-        own: Case = ("", finest.over_fixed.sum_ratio, finest.over_fixed.sum_ratio_interval)
-        kind = self.row(GLOBAL).over_paper
-        fixed = compared("that one", f"α = {PAPER}", [("", kind.sum_ratio, kind.sum_ratio_interval)])
-        said = f"{compared(name, 'one for all heads', [own])}, and {fixed}"
-        return sentence(f"{said} (isolated, on other samples; {over(self.identity.samples)}){self._in_kl()}", "α")
+        fixed = comparison("that one", f"α = {PAPER}", [self.row(GLOBAL).over_paper.case()])
+        clauses = f"{comparison(name, 'one for all heads', [finest.over_fixed.case()])}, and {fixed}"
+        note = f"isolated, on other samples; {sample_note(self.identity.samples)}"
+        return sentence(f"{clauses} ({note}){self._in_kl()}", "α")
+
+    def title(self) -> str:
+        """Return what is compared, and the choices that all configurations share."""
+        setting = common(self.sweep.configs, "policy", "selection", "alpha")
+        return f"isolated L1 of all heads, {len(self.folds)} folds: {setting}"
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per way to set α, those judged on the very samples that they were chosen on last."""
+        judged, same = ([Line(row.name, (row,)) for row in self.rows if (row.chosen_on == SAME) == on] for on in (0, 1))
+        return [*judged, Line("chosen on the same:", ()), *same]
+
+    def caveats(self) -> Sequence[str]:
+        """Return how α is chosen, and how far folds agree."""
+        what = {LAYER: "of the layers", HEAD: "of the kept sets"}
+        shares = " and ".join(
+            f"{percent(self.unstable[by])} {words}" for by, words in what.items() if by in self.unstable
+        )
+        return [
+            "Chosen on all folds but one, judged on that one; on the same it flatters.",
+            f"The folds' choices differ in {shares}.",
+        ]
+
+    def details(self) -> Sequence[Part]:
+        """Return the curve over α, what comes out where folds were run, and how the numbers are to be read."""
+        alphas = sorted({float(self.sweep.alphas[fold.chosen[GLOBAL][0, 0]]) for fold in self.folds})
+        points = [Line(f"{point.alpha:g}", (point,)) for point in self.curve]
+        return [
+            f"The α chosen for all heads is {' or '.join(f'{alpha:g}' for alpha in alphas)}.",
+            table(
+                "one α for all heads; who chooses it, on all samples", points, ("ratio", "layers", "heads"), self.FIRST
+            ),
+            *self._measured_parts(),
+            "α is chosen from those of the trace by the least sum of isolated L1; intervals hold the choices fixed. "
+            "The files that are written hold a choice made on all samples, for others. Ties go to the α nearest the "
+            "paper's.",
+            text.noise_floor_note(self.rows[0].over_paper.floor_relative_median),
+        ]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row per α, layer and head: mean isolated L1 over samples; 1 where the head chose it on all."""
+        mean, finest = self.sweep.moved.mean(axis=0), self.chosen[self.finest]
+        return [
+            {
+                **columns_of(config), "alpha": float(self.sweep.alphas[index]), "layer": layer, "head": head,
+                "perturbation": float(mean[index, row, head]), "chosen": int(finest[row, head] == index),
+            }
+            for index, config in enumerate(self.sweep.configs)
+            for row, layer in enumerate(self.sweep.layers)
+            for head in range(mean.shape[-1])
+        ]  # fmt: skip
 
     def _in_kl(self) -> str:
         if self.measured is None:
             return ""
-        (one,) = (one for one in self.measured.outcomes if one.name == NAMES[self.finest])
-        told = percent(one.kl_lower, one.kl_lower_interval)
+        (outcome,) = (one for one in self.measured.outcomes if one.name == NAMES[self.finest])
+        share = percent(outcome.kl_lower, outcome.kl_lower_interval)
         chosen = f"α chosen {NAMES[self.finest]}"
-        return f"; the KL of {chosen} is lower than that of α = {PAPER} in {told} of the samples"
+        return f"; the KL of {chosen} is lower than that of α = {PAPER} in {share} of the samples"
 
-    def tables(self) -> list[Table | str]:
-        """What choosing brings, at each α, by layer, and what comes out."""
-        return alpha_tables(self)
-
-    def notes(self) -> str:
-        """What rows and columns mean."""
-        return alpha_notes(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "configs": [self.sweep.baseline, *self.sweep.configs],
-                "samples": self.sweep.samples,
-                "heads_per_kept_set": self.sweep.group,
-                "rows": [row.to_dict() for row in self.rows],
-                "curve": [vars(point) for point in self.curve],
-                "chosen": {by: table.to_document() for by, table in self.shares.items()},
-                "differ_between_folds": self.unstable,
-                "folds": [_fold_dict(part, self.sweep) for part in self.folds],
-                "measured": None if self.measured is None else alpha_rows.to_dict(self.measured),
-            }
-        )
-        return found
-
-    def records(self) -> list[dict[str, Any]]:
-        """A row per α, layer and head: mean isolated L1 over samples, and 1 where the head chose it on all of them."""
-        mean, finest = self.sweep.moved.mean(axis=0), self.chosen[self.finest]
+    def _measured_parts(self) -> list[Part]:
+        """Return the table of outcomes, and how exactly isolated L1 was composed."""
+        if self.measured is None:
+            return []
+        lines = [Line(outcome.name, (outcome,)) for outcome in self.measured.outcomes]
+        names = ("kl_median", "kl", "kl_lower", "kl_over_fixed", "drift", "propagated")
         return [
-            {
-                **columns_of(config), "alpha": float(self.sweep.alphas[place]), "layer": layer, "head": head,
-                "perturbation": float(mean[place, row, head]), "chosen": int(finest[row, head] == place),
-            }
-            for place, config in enumerate(self.sweep.configs)
-            for row, layer in enumerate(self.sweep.layers)
-            for head in range(mean.shape[-1])
-        ]  # fmt: skip
+            table("run with what was chosen on other samples", lines, names, self.FIRST),
+            f"Drift and propagated sum are over those of α = {PAPER}. Composed and measured isolated L1 differ by at "
+            f"most {self.measured.off:.1e} of the head's largest.",
+        ]
 
 
 def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()) -> Alpha:
@@ -271,25 +204,20 @@ def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()
         >>> pk.alpha(trace).chosen["head"].shape
         (2, 2)
     """
-    found = sweep(trace)
-    parts, traces = parted(found, folds), list(of_folds)
+    swept = sweep(trace)
+    parts, traces = split_folds(swept, folds), list(of_folds)
     if any(not isinstance(one, Trace) for one in traces):
         msg = "expected traces of folds, as pk.read_trace or pk.measure give them"
         raise TraceError(msg)
-    whole = choose(found, np.ones(len(found.samples), dtype=bool))
+    whole = choose(swept, np.ones(len(swept.samples), dtype=bool))
     return Alpha(
-        identity=found.identity,
-        sweep=found,
+        identity=swept.identity,
+        sweep=swept,
         folds=parts,
-        rows=rows(found, parts, whole),
-        curve=curve(found, whole),
+        rows=rows(swept, parts, whole),
+        curve=curve(swept, whole),
         chosen=whole,
-        shares=tables(found, whole),
-        unstable={by: unstable(found, parts, by) for by in whole},
-        measured=measured(found, parts, traces) if traces else None,
+        shares=tables(swept, whole),
+        unstable={by: unstable(swept, parts, by) for by in whole},
+        measured=measured(swept, parts, traces) if traces else None,
     )
-
-
-def _fold_dict(part: Fold, found: Sweep) -> dict[str, Any]:
-    chosen = tables(found, part.chosen)
-    return {"samples": part.samples, "chosen": {by: table.to_document() for by, table in chosen.items()}}

@@ -1,19 +1,21 @@
-"""Which α perturbs least: one for all heads, per layer or per head; chosen on some samples, judged on others.
+"""Choices of α that perturb least: for all heads, per layer or per head; made on some samples, judged on others.
 
-One selection at many α: what each head loses by itself at each, from which any choice of α is composed.
+One selection is measured at many α: isolated, a head's loss depends on its own α alone, so that any choice is composed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.heads.head_comparison import with_floor
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import Floats, at_step, sets_per_layer, values
+from perturbkv.analyses.measurements import Floats, Measurements, sets_per_layer
 from perturbkv.analyses.pairing import order, pairs
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
@@ -61,59 +63,60 @@ class Sweep:
 
     @property
     def paper(self) -> int:
-        """The place of the paper's α."""
+        """The index of the paper's α."""
         return int(np.argmin(np.abs(self.alphas - PAPER)))
 
 
 def sweep(trace: Trace) -> Sweep:
-    """The sweep of a trace, at its first decode step.
+    """Return the sweep of a trace, at its first decode step.
 
     Raises TraceError where it holds no baseline, fewer than two α, not the paper's, or several settings; fewer than
     four complete samples; budgets that change with α, as then a head's set does not depend on its own α alone.
     """
-    held = at_step(trace, ANALYSIS, 0)
-    baseline, configs = _configs(held)
-    places = [held.config_index(config.label()) for config in configs]
-    found, floor = with_floor(held, "isolated", "l1", 0)
-    samples = tuple(name for name, whole in zip(held.sample_ids, held.ok, strict=True) if whole)
+    measured = Measurements(trace, ANALYSIS)
+    run = measured.trace
+    baseline, configs = _configs(run)
+    indices = [measured.index(config) for config in configs]
+    moved, floor = with_floor(measured, "isolated", "l1")
+    samples = tuple(name for name, whole in zip(run.sample_ids, run.ok, strict=True) if whole)
     if len(samples) < LEAST_SAMPLES:
         msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 complete ones, got {len(samples)}"
         raise TraceError(msg)
-    _check_budgets(values(held, "kept_count", ANALYSIS)[:, places], configs[0])
-    named = identity(held, [baseline, *configs])
+    _check_budgets(measured["kept_count"][:, indices], configs[0])
+    named = identity(run, [baseline, *configs])
     return Sweep(
         baseline=baseline,
         configs=tuple(configs),
         samples=samples,
-        moved=found[:, places],
-        baseline_moved=found[:, held.config_index(baseline.label())],
+        moved=moved[:, indices],
+        baseline_moved=moved[:, measured.index(baseline)],
         floor=floor,
-        norm=values(held, "output_norm", ANALYSIS, 0),
-        group=_group(held, configs[0], found.shape[-1]),
-        layers=tuple(map(named.layer, range(found.shape[2]))),
+        norm=measured["output_norm"],
+        group=_group(run, configs[0], moved.shape[-1]),
+        layers=tuple(map(named.layer, range(moved.shape[2]))),
         identity=named,
     )
 
 
 def _configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
-    found = pairs(trace.run, BASELINE, f"{SELECTION}(alpha={PAPER})")
-    if len(found) > 1:
-        told = "; ".join(paper.label() for _, paper in found)
+    chosen = pairs(trace.run, BASELINE, f"{SELECTION}(alpha={PAPER})")
+    if len(chosen) > 1:
+        labels = "; ".join(paper.label() for _, paper in chosen)
         msg = (
-            f"{ANALYSIS} looks at one policy, budget, granularity and correction, got {told}; "
-            f"make a trace with perturbkv {ANALYSIS}, or take one of them with trace.sel in Python"
+            f"{ANALYSIS} looks at one policy, budget, granularity and correction, got {labels}; "
+            f"make a trace with perturbkv question {ANALYSIS}, or take one of them with trace.sel in Python"
         )
         raise TraceError(msg)
-    ((baseline, paper),) = found
-    alike = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=order)
-    if len(alike) < 2:
-        msg = f"{ANALYSIS} needs {SELECTION} at several alpha, got {alike[0].label()} alone"
+    ((baseline, paper),) = chosen
+    same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=order)
+    if len(same) < 2:
+        msg = f"{ANALYSIS} needs {SELECTION} at several alpha, got {same[0].label()} alone"
         raise TraceError(msg)
-    return baseline, alike
+    return baseline, same
 
 
 def _differs_in_alpha(config: EvictionConfig, paper: EvictionConfig) -> bool:
-    """Whether a configuration is the paper's at any one α."""
+    """Return whether a configuration is the paper's at any one α."""
     if config.selection.name != SELECTION or isinstance(config.alpha, AlphaTable):
         return False
     chosen = replace(config.selection, options={**config.selection.options, "alpha": paper.alpha})
@@ -131,7 +134,7 @@ def _check_budgets(kept: Floats, config: EvictionConfig) -> None:
 
 
 def _group(trace: Trace, config: EvictionConfig, heads: int) -> int:
-    """Query heads of each kept set."""
+    """Return the number of query heads of each kept set."""
     if config.granularity.name == "query":
         return 1
     if config.granularity.name == "layer":
@@ -140,34 +143,58 @@ def _group(trace: Trace, config: EvictionConfig, heads: int) -> int:
 
 
 def by_set(moved: Floats, group: int) -> Floats:
-    """(…, set) sums over the heads that share a kept set, of (…, head)."""
+    """Return (…, set) sums over the heads that share a kept set, of (…, head)."""
     return np.asarray(moved.reshape(*moved.shape[:-1], -1, group).sum(axis=-1))
 
 
 PAPER_ROLE = "paper"
 USUAL_FOLDS, _LEAVE_ONE_OUT_BELOW = 4, 8
-Places = NDArray[np.intp]
-Chosen = Mapping[str, Places]
+Indices = NDArray[np.intp]
+Chosen = Mapping[str, Indices]
 """`global`, `layer` or `head` -> (layer, head) which α of the sweep each query head takes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Fold:
+@record
+class ChosenShares(Record):
+    """A choice of α as JSON holds it."""
+
+    SECTION = "alpha table"
+
+    by: str = column("global, layer or head")
+    alpha: Any = column("a number, (layer) or (layer, head) shares of stage 1")
+    layers: tuple[int, ...] = column("decoder layers of the rows")
+
+
+def documented(shares: Mapping[str, AlphaTable]) -> dict[str, ChosenShares]:
+    """Return the tables of a choice as JSON holds them."""
+    return {by: ChosenShares(by, table.to_document()["alpha"], table.layers) for by, table in shares.items()}
+
+
+@record
+class Fold(Record):
     """Samples that are judged together, by what was chosen on all others.
 
     Attributes:
         number: from 1.
         judged: (sample,) True for those that are judged.
-        samples: their names.
         chosen: on the others.
-        configs: role -> what is measured of the judged ones: `attention`, `paper`, then each choice.
+        shares: the same as files hold it.
+        configs: role -> the configuration of the judged ones: `attention`, `paper`, then each choice.
     """
+
+    SECTION = "alpha fold"
 
     number: int
     judged: NDArray[np.bool_]
-    samples: tuple[str, ...]
+    samples: tuple[str, ...] = column("names of the samples that are judged")
     chosen: Chosen
+    shares: Mapping[str, AlphaTable]
     configs: Mapping[str, EvictionConfig]
+
+    @derived(key="chosen")
+    def chosen_shares(self) -> dict[str, ChosenShares]:
+        """Choices made on the other samples, by global, layer and head."""
+        return documented(self.shares)
 
     @property
     def distinct(self) -> tuple[EvictionConfig, ...]:
@@ -175,27 +202,27 @@ class Fold:
         return tuple(dict.fromkeys(self.configs.values()))
 
     def is_in(self, trace: Trace) -> bool:
-        """Whether a trace is of these samples alone, and holds all of the configurations."""
+        """Return whether a trace is of these samples alone, and holds all of the configurations."""
         return set(trace.sample_ids) == set(self.samples) and {*self.distinct} <= {*trace.run.configs}
 
 
-def levels(found: Sweep) -> tuple[str, ...]:
-    """What may be chosen: one α for all, per layer, per head where a layer has several kept sets."""
-    alone = found.group == found.moved.shape[-1]
+def levels(sweep: Sweep) -> tuple[str, ...]:
+    """Return what may be chosen: one α for all, per layer, per head where a layer has several kept sets."""
+    alone = sweep.group == sweep.moved.shape[-1]
     return (GLOBAL, LAYER) if alone else (GLOBAL, LAYER, HEAD)
 
 
-def folds(found: Sweep, count: int | None = None) -> tuple[Fold, ...]:
-    """Sample i is judged in fold i mod K; K is 4, and of fewer than eight samples leave-one-out.
+def folds(sweep: Sweep, count: int | None = None) -> tuple[Fold, ...]:
+    """Return K folds: sample i is judged in fold i mod K; K is 4, and of fewer than eight samples leave-one-out.
 
     Raises ConfigError for fewer folds than two, or more than samples.
     """
-    samples = len(found.samples)
-    wanted = count if count is not None else (samples if samples < _LEAVE_ONE_OUT_BELOW else USUAL_FOLDS)
-    if not 2 <= wanted <= samples:
-        msg = f"expected 2 to {samples} folds of {samples} samples, got {wanted}"
+    samples = len(sweep.samples)
+    number = count if count is not None else (samples if samples < _LEAVE_ONE_OUT_BELOW else USUAL_FOLDS)
+    if not 2 <= number <= samples:
+        msg = f"expected 2 to {samples} folds of {samples} samples, got {number}"
         raise ConfigError(msg)
-    return tuple(_fold(found, number, np.arange(samples) % wanted == number) for number in range(wanted))
+    return tuple(_fold(sweep, index, np.arange(samples) % number == index) for index in range(number))
 
 
 def check_folds(count: int | None, samples: int) -> None:
@@ -208,74 +235,74 @@ def check_folds(count: int | None, samples: int) -> None:
         raise ConfigError(msg)
 
 
-def choose(found: Sweep, trained: NDArray[np.bool_]) -> Chosen:
-    """What has the least Σ isolated L1 over the samples that are `trained` on; ties go to the α nearest the paper's."""
-    loss = by_set(found.moved[trained].sum(axis=0), found.group)
+def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
+    """Return the choices of least Σ isolated L1 over the `trained` samples; ties go to the α nearest the paper's."""
+    loss = by_set(sweep.moved[trained].sum(axis=0), sweep.group)
     summed = {GLOBAL: loss.sum(axis=(1, 2), keepdims=True), LAYER: loss.sum(axis=2, keepdims=True), HEAD: loss}
-    near = np.lexsort((found.alphas, np.abs(found.alphas - found.alphas[found.paper])))
-    shape = found.moved.shape[2:]
+    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - sweep.alphas[sweep.paper])))
+    shape = sweep.moved.shape[2:]
     return {
-        by: np.broadcast_to(np.repeat(near[summed[by][near].argmin(axis=0)], _repeated(by, found), axis=1), shape)
-        for by in levels(found)
+        by: np.broadcast_to(np.repeat(near[summed[by][near].argmin(axis=0)], _repeated(by, sweep), axis=1), shape)
+        for by in levels(sweep)
     }
 
 
-def _repeated(by: str, found: Sweep) -> int:
-    """How many neighbouring heads one choice of a row stands for."""
-    return found.group if by == HEAD else found.moved.shape[-1]
+def _repeated(by: str, sweep: Sweep) -> int:
+    """Return the number of neighbouring heads that one choice of a row stands for."""
+    return sweep.group if by == HEAD else sweep.moved.shape[-1]
 
 
-def composed(found: Sweep, places: Places) -> Floats:
-    """(sample, layer, head) isolated L1 where each head has an α of its own: its set depends on that alone."""
-    return np.asarray(np.take_along_axis(found.moved, places[None, None], axis=1)[:, 0])
+def composed(sweep: Sweep, indices: Indices) -> Floats:
+    """Return (sample, layer, head) isolated L1 where each head has an α of its own: its set depends on that alone."""
+    return np.asarray(np.take_along_axis(sweep.moved, indices[None, None], axis=1)[:, 0])
 
 
-def judged(found: Sweep, parts: tuple[Fold, ...], by: str) -> Floats:
-    """(sample, layer, head) the same of what was chosen on other samples."""
-    every = np.empty_like(found.baseline_moved)
-    for part in parts:
-        every[part.judged] = composed(found, part.chosen[by])[part.judged]
+def judged(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> Floats:
+    """Return (sample, layer, head) isolated L1 of what was chosen on other samples."""
+    every = np.empty_like(sweep.baseline_moved)
+    for fold in folds:
+        every[fold.judged] = composed(sweep, fold.chosen[by])[fold.judged]
     return every
 
 
-def tables(found: Sweep, chosen: Chosen, stem: str = "alpha") -> dict[str, AlphaTable]:
-    """The choices as files hold them."""
-    return dict(_tables(found, chosen, stem))
+def tables(sweep: Sweep, chosen: Chosen, stem: str = "alpha") -> dict[str, AlphaTable]:
+    """Return the choices as files hold them."""
+    return dict(_tables(sweep, chosen, stem))
 
 
-def _tables(found: Sweep, chosen: Chosen, stem: str) -> Iterator[tuple[str, AlphaTable]]:
-    for by, places in chosen.items():
-        shares = found.alphas[places]
+def _tables(sweep: Sweep, chosen: Chosen, stem: str) -> Iterator[tuple[str, AlphaTable]]:
+    for by, indices in chosen.items():
+        shares = sweep.alphas[indices]
         rows = {GLOBAL: shares[:1, :1], LAYER: shares[:, :1], HEAD: shares}[by]
-        yield by, AlphaTable(f"{stem}-{by}.json", by, tuple(map(tuple, rows.tolist())), found.layers)
+        yield by, AlphaTable(f"{stem}-{by}.json", by, tuple(map(tuple, rows.tolist())), sweep.layers)
 
 
-def _fold(found: Sweep, place: int, held: NDArray[np.bool_]) -> Fold:
-    chosen = choose(found, ~held)
-    paper = found.configs[found.paper]
-    made = tables(found, {by: places for by, places in chosen.items() if by != GLOBAL}, f"alpha-fold-{place + 1}")
+def _fold(sweep: Sweep, index: int, own: NDArray[np.bool_]) -> Fold:
+    chosen, paper = choose(sweep, ~own), sweep.configs[sweep.paper]
+    shares = tables(sweep, chosen, f"alpha-fold-{index + 1}")
     return Fold(
-        number=place + 1,
-        judged=held,
-        samples=tuple(name for name, one in zip(found.samples, held, strict=True) if one),
+        number=index + 1,
+        judged=own,
+        samples=tuple(name for name, one in zip(sweep.samples, own, strict=True) if one),
         chosen=chosen,
+        shares=shares,
         configs={
-            BASELINE: found.baseline,
+            BASELINE: sweep.baseline,
             PAPER_ROLE: paper,
-            GLOBAL: found.configs[int(chosen[GLOBAL][0, 0])],
-            **{by: with_alpha(paper, table) for by, table in made.items()},
+            GLOBAL: sweep.configs[int(chosen[GLOBAL][0, 0])],
+            **{by: with_alpha(paper, table) for by, table in shares.items() if by != GLOBAL},
         },
     )
 
 
 def with_alpha(config: EvictionConfig, alpha: AlphaTable) -> EvictionConfig:
-    """The configuration with a table in place of its α."""
-    told = config.selection
-    usual = frozenset(told.usual or ()) - {"alpha"}
-    return replace(config, selection=replace(told, options={**told.options, "alpha": alpha}, usual=usual))
+    """Return the configuration with a table in place of its α."""
+    selection = config.selection
+    usual = frozenset(selection.usual or ()) - {"alpha"}
+    return replace(config, selection=replace(selection, options={**selection.options, "alpha": alpha}, usual=usual))
 
 
-def unstable(found: Sweep, parts: tuple[Fold, ...], by: str) -> float:
-    """The share of layers, or of kept sets, whose choice is not the same in all folds."""
-    each = np.stack([part.chosen[by] for part in parts])[..., :: _repeated(by, found)]
+def unstable(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> float:
+    """Return the share of layers, or of kept sets, whose choice is not the same in all folds."""
+    each = np.stack([fold.chosen[by] for fold in folds])[..., :: _repeated(by, sweep)]
     return float((each != each[:1]).any(axis=0).mean())

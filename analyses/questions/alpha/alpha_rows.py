@@ -1,18 +1,16 @@
-"""What comes out where each fold's samples are run with what was chosen on the others: KL, drift, propagated L1.
-
-What choosing α brings, isolated: every choice against the paper's α and against one α for all heads.
-"""
+"""Rows of choices of α: isolated against the paper's α and one α for all, and as run with the folds' choices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses import text
+from perturbkv.analyses.columns import Record, column, interval, record
 from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind, sum_ratio
-from perturbkv.analyses.measurements import Floats, at_step, values
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.questions.alpha.alpha_choice import (
     ANALYSIS,
     BASELINE,
@@ -26,6 +24,7 @@ from perturbkv.analyses.questions.alpha.alpha_choice import (
 )
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.text import same
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -35,138 +34,192 @@ OTHERS, SAME = "others", "same"
 """Chosen on other samples than those it is judged on, or on the same ones."""
 
 
-@dataclass(frozen=True)
-class Row:
+_SHOWN = ("sum_ratio", "median_ratio", "better_share")
+"""Numbers of a `HeadKind` that a row shows."""
+
+
+def ratio_text(value: float, interval: Scalar = None) -> str:
+    """Return a ratio with its interval; '1' where something is compared with itself."""
+    return "1" if same(value, interval) else text.decimal(value, interval)
+
+
+def fine_ratio_text(value: float, interval: Scalar = None) -> str:
+    """Return the same with three decimals."""
+    return "1" if same(value, interval) else text.decimal(value, interval, digits=3)
+
+
+@record
+class Row(Record):
     """One way to set α, over all samples.
 
     Attributes:
-        name: `attention`, `α = 0.25`, or at which level α was chosen.
-        chosen_on: `others`, `same` (which flatters), or empty where nothing is chosen.
         over_paper: against α = 0.25.
         over_fixed: against one α for all heads, chosen on other samples.
     """
 
-    name: str
-    chosen_on: str
+    SECTION = "alpha row"
+
+    name: str = column("attention, α = 0.25, one for all heads, per layer, per head")
+    chosen_on: str = column("others, same (flatters), or empty where nothing is chosen")
     over_paper: HeadKind
     over_fixed: HeadKind
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        found: dict[str, Any] = {"name": self.name, "chosen_on": self.chosen_on}
-        for against in ("over_paper", "over_fixed"):
-            kind: HeadKind = getattr(self, against)
-            for name in ("sum_ratio", "median_ratio", "better_share"):
-                found |= {f"{against}_{one}": getattr(kind, one) for one in (name, f"{name}_interval")}
-        return found
-
-
-@dataclass(frozen=True)
-class Point:
-    """One α for all heads: Σ isolated L1 over that of the paper's α, and who chooses it, on all samples.
-
-    Attributes:
-        alpha: in [0, 1].
-        ratio, interval: of Σ over all heads and samples.
-        layers, heads: the share of layers and of heads that choose it; None where these choose nothing.
-    """
-
-    alpha: float
-    ratio: float
-    interval: Scalar
-    layers: float
-    heads: float | None
-
-
-def rows(found: Sweep, parts: tuple[Fold, ...], whole: Chosen) -> tuple[Row, ...]:
-    """Attention, the paper's α, every choice on other samples, and the same on all samples."""
-    paper, fixed = found.moved[:, found.paper], judged(found, parts, GLOBAL)
-    told = [(BASELINE, "", found.baseline_moved), (f"α = {PAPER}", "", paper)]
-    told += [(NAMES[by], OTHERS, judged(found, parts, by)) for by in whole]
-    told += [(NAMES[by], SAME, composed(found, places)) for by, places in whole.items()]
-    return tuple(Row(name, on, _over(found, paper, moved), _over(found, fixed, moved)) for name, on, moved in told)
+    over_paper_sum_ratio: float = column(
+        f"isolated L1 over that of α = {PAPER}, summed over heads and samples", heading=f"#sum over\nα = {PAPER}",
+        text=ratio_text,
+    )  # fmt: skip
+    over_paper_sum_ratio_interval: Scalar = interval("over samples, choices fixed")
+    over_paper_median_ratio: float = column(
+        f"the median head's isolated L1 over that of α = {PAPER}", heading="#median head\nover it", text=ratio_text
+    )
+    over_paper_median_ratio_interval: Scalar = interval()
+    over_paper_better_share: float = column(
+        f"share of heads that perturb less than at α = {PAPER}, mean over samples", unit="share",
+        heading="#heads\nbetter",
+    )  # fmt: skip
+    over_paper_better_share_interval: Scalar = interval()
+    over_fixed_sum_ratio: float = column(
+        "isolated L1 over that of one α for all heads, chosen on other samples, summed over heads and samples",
+        heading="#sum over\none for all", text=fine_ratio_text,
+    )  # fmt: skip
+    over_fixed_sum_ratio_interval: Scalar = interval()
+    over_fixed_median_ratio: float = column("the median head's isolated L1 over that of one α for all heads")
+    over_fixed_median_ratio_interval: Scalar = interval()
+    over_fixed_better_share: float = column(
+        "share of heads that perturb less than with one α for all heads, mean over samples", unit="share"
+    )
+    over_fixed_better_share_interval: Scalar = interval()
 
 
-def curve(found: Sweep, whole: Chosen) -> tuple[Point, ...]:
-    """Σ over α, one for all heads, and how often each is chosen."""
-    paper = found.moved[:, found.paper]
-    each = [_over(found, paper, found.moved[:, place]) for place in range(len(found.alphas))]
+def _row(name: str, chosen_on: str, over_paper: HeadKind, over_fixed: HeadKind) -> Row:
+    numbers: dict[str, Any] = {"over_paper": over_paper, "over_fixed": over_fixed}
+    numbers |= {
+        f"{against}_{number}{part}": getattr(kind, f"{number}{part}")
+        for against, kind in (("over_paper", over_paper), ("over_fixed", over_fixed))
+        for number in _SHOWN
+        for part in ("", "_interval")
+    }
+    return Row(name=name, chosen_on=chosen_on, **numbers)
+
+
+@record
+class Point(Record):
+    """One α for all heads: isolated L1 over that of the paper's α, and the heads that choose it on all samples."""
+
+    SECTION = "alpha point"
+
+    alpha: float = column("share of stage 1, in [0, 1]", heading="α")
+    ratio: float = column(
+        f"isolated L1 over that of α = {PAPER}, summed over heads and samples", heading=f"#sum over\nα = {PAPER}",
+        text=fine_ratio_text,
+    )  # fmt: skip
+    interval: Scalar = column("over samples")
+    layers: float = column(
+        "share of layers that choose it, on all samples", unit="share", heading="#layers\nthat choose it"
+    )
+    heads: float | None = column(
+        "share of heads that choose it; null where all heads of a layer share a kept set", unit="share",
+        heading="#heads\nthat choose it",
+    )  # fmt: skip
+
+    @property
+    def ratio_interval(self) -> Scalar:
+        """The interval of the column `ratio`."""
+        return self.interval
+
+
+def rows(sweep: Sweep, folds: tuple[Fold, ...], whole: Chosen) -> tuple[Row, ...]:
+    """Return attention, the paper's α, every choice on other samples, and the same on all samples."""
+    paper, fixed = sweep.moved[:, sweep.paper], judged(sweep, folds, GLOBAL)
+    each = [(BASELINE, "", sweep.baseline_moved), (f"α = {PAPER}", "", paper)]
+    each += [(NAMES[by], OTHERS, judged(sweep, folds, by)) for by in whole]
+    each += [(NAMES[by], SAME, composed(sweep, indices)) for by, indices in whole.items()]
+    return tuple(_row(name, on, _over(sweep, paper, moved), _over(sweep, fixed, moved)) for name, on, moved in each)
+
+
+def curve(sweep: Sweep, whole: Chosen) -> tuple[Point, ...]:
+    """Return Σ over α, one for all heads, and how often each is chosen."""
+    paper = sweep.moved[:, sweep.paper]
+    each = [_over(sweep, paper, sweep.moved[:, index]) for index in range(len(sweep.alphas))]
     return tuple(
         Point(
             alpha=float(alpha),
             ratio=kind.sum_ratio,
             interval=kind.sum_ratio_interval,
-            layers=float((whole[LAYER] == place).mean()),
-            heads=float((whole[HEAD] == place).mean()) if HEAD in whole else None,
+            layers=float((whole[LAYER] == index).mean()),
+            heads=float((whole[HEAD] == index).mean()) if HEAD in whole else None,
         )
-        for place, (alpha, kind) in enumerate(zip(found.alphas, each, strict=True))
+        for index, (alpha, kind) in enumerate(zip(sweep.alphas, each, strict=True))
     )
 
 
-def _over(found: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
-    flagged = np.zeros(found.floor.shape[1:], dtype=bool)
-    return compare_kind(baseline, treatment, found.floor, found.norm, flagged)
+def _over(sweep: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
+    flagged = np.zeros(sweep.floor.shape[1:], dtype=bool)
+    return compare_kind(baseline, treatment, sweep.floor, sweep.norm, flagged)
 
 
 _VARIABLES = ("logit_kl", "hidden_drift_l1", "perturbation_propagated", "perturbation_isolated")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one way to set α gives, measured on samples that it was not chosen on.
+@record
+class Outcome(Record):
+    """One way to set α, measured on samples that it was not chosen on."""
 
-    Attributes:
-        name: as of an isolated row.
-        kl_median: KL(full ‖ evicted) of the next token, nat.
-        kl: mean KL over that at α = 0.25.
-        kl_lower: the share of samples whose KL is lower than at α = 0.25; `kl_over_fixed` against one α for all heads.
-        drift: mean drift after the last layer over that at α = 0.25.
-        propagated: Σ propagated L1 of all heads over that at α = 0.25.
-    """
+    SECTION = "alpha outcome"
 
-    name: str
-    kl_median: float
-    kl_median_interval: Scalar
-    kl: float
-    kl_interval: Scalar
-    kl_lower: float
-    kl_lower_interval: Scalar
-    kl_over_fixed: float
-    kl_over_fixed_interval: Scalar
-    drift: float
-    drift_interval: Scalar
-    propagated: float
-    propagated_interval: Scalar
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All folds together.
-
-    Attributes:
-        outcomes: attention, α = 0.25, then each choice.
-        samples: complete ones.
-        off: the largest difference between a composed isolated L1 and the measured one, over the head's largest.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    samples: int
-    off: float
+    name: str = column("as of an alpha row")
+    kl_median: float = column(
+        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL,\nmedian, nat",
+        text=text.significant,
+    )  # fmt: skip
+    kl_median_interval: Scalar = interval()
+    kl: float = column(f"mean KL over that at α = {PAPER}", heading=f"#mean KL over\nα = {PAPER}", text=ratio_text)
+    kl_interval: Scalar = interval()
+    kl_lower: float = column(
+        f"share of samples whose KL is lower than at α = {PAPER}", unit="share", heading="#samples\nlower"
+    )
+    kl_lower_interval: Scalar = column("exact")
+    kl_over_fixed: float = column(
+        "mean KL over that of one α for all heads", heading="#mean KL over\none for all", text=ratio_text
+    )
+    kl_over_fixed_interval: Scalar = interval()
+    drift: float = column(
+        f"mean drift after the last layer over that at α = {PAPER}", heading="#last layer's\ndrift", text=ratio_text
+    )
+    drift_interval: Scalar = interval()
+    propagated: float = column(
+        f"propagated L1 over that at α = {PAPER}, summed over heads and samples", heading="#sum,\nprop.",
+        text=ratio_text,
+    )  # fmt: skip
+    propagated_interval: Scalar = interval()
 
 
-def measured(found: Sweep, parts: Sequence[Fold], traces: Sequence[Trace]) -> Measured:
-    """What the folds' traces show; each holds a fold's samples at its configurations, in any order.
+@record
+class Measured(Record):
+    """All folds together, each run with what was chosen on the others."""
+
+    SECTION = "alpha measured"
+
+    outcomes: tuple[Outcome, ...] = column("attention, α = 0.25, then each choice", key="rows")
+    samples: int = column("complete samples")
+    off: float = column(
+        "largest difference of composed and measured isolated L1, over the head's largest", key="composed_off"
+    )
+
+
+def measured(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[Trace]) -> Measured:
+    """Return what the folds' traces show; each holds a fold's samples at its configurations, in any order.
 
     Raises TraceError where a fold has no such trace, or two.
     """
-    each = [_of_fold(part, traces) for part in parts]
-    held = {name: np.concatenate([one[name] for one in each]) for name in _VARIABLES}
-    roles = list(parts[0].configs)
+    own = [_measurements(fold, traces) for fold in folds]
+    each = [_of_fold(fold, one) for fold, one in zip(folds, own, strict=True)]
+    arrays = {name: np.concatenate([one[name] for one in each]) for name in _VARIABLES}
+    roles = list(folds[0].configs)
     paper, fixed = roles.index(PAPER_ROLE), roles.index(GLOBAL)
     return Measured(
-        outcomes=tuple(_outcome(_name(role), held, place, paper, fixed) for place, role in enumerate(roles)),
-        samples=len(held["logit_kl"]),
-        off=max(_off(found, part, trace) for part in parts for trace in [_trace_of(part, traces)]),
+        outcomes=tuple(_outcome(_name(role), arrays, index, paper, fixed) for index, role in enumerate(roles)),
+        samples=len(arrays["logit_kl"]),
+        off=max(_off(sweep, fold, one) for fold, one in zip(folds, own, strict=True)),
     )
 
 
@@ -174,45 +227,44 @@ def _name(role: str) -> str:
     return f"α = {PAPER}" if role == PAPER_ROLE else NAMES.get(role, role)
 
 
-def _trace_of(part: Fold, traces: Sequence[Trace]) -> Trace:
-    fits = [one for one in traces if part.is_in(one)]
+def _measurements(fold: Fold, traces: Sequence[Trace]) -> Measurements:
+    fits = [trace for trace in traces if fold.is_in(trace)]
     if len(fits) != 1:
         msg = (
-            f"expected one trace of fold {part.number}: the samples {', '.join(part.samples)} at what was chosen on "
+            f"expected one trace of fold {fold.number}: the samples {', '.join(fold.samples)} at what was chosen on "
             f"the others; got {len(fits)} among {len(traces)}"
         )
         raise TraceError(msg)
-    return at_step(fits[0], ANALYSIS, 0)
+    return Measurements(fits[0], ANALYSIS)
 
 
-def _of_fold(part: Fold, traces: Sequence[Trace]) -> dict[str, Floats]:
-    """Variable -> (sample, role, …)."""
-    trace = _trace_of(part, traces)
-    places = [trace.config_index(config.label()) for config in part.configs.values()]
-    return {name: values(trace, name, ANALYSIS, 0)[:, places] for name in _VARIABLES}
+def _of_fold(fold: Fold, own: Measurements) -> dict[str, Floats]:
+    """Return variable -> (sample, role, …)."""
+    indices = [own.index(config) for config in fold.configs.values()]
+    return {name: own[name][:, indices] for name in _VARIABLES}
 
 
-def _off(found: Sweep, part: Fold, trace: Trace) -> float:
-    whole = [name for name, ok in zip(trace.sample_ids, trace.ok, strict=True) if ok]
-    rows = [found.samples.index(name) for name in whole]
-    moved = values(trace, "perturbation_isolated", ANALYSIS, 0)
-    largest = np.maximum(found.moved.max(axis=(0, 1)), np.finfo(float).tiny)
+def _off(sweep: Sweep, fold: Fold, own: Measurements) -> float:
+    whole = [name for name, ok in zip(own.trace.sample_ids, own.trace.ok, strict=True) if ok]
+    rows = [sweep.samples.index(name) for name in whole]
+    moved = own["perturbation_isolated"]
+    largest = np.maximum(sweep.moved.max(axis=(0, 1)), np.finfo(float).tiny)
     off = [
-        np.abs(moved[:, trace.config_index(part.configs[by].label())] - composed(found, places)[rows]) / largest
-        for by, places in part.chosen.items()
+        np.abs(moved[:, own.index(fold.configs[by])] - composed(sweep, indices)[rows]) / largest
+        for by, indices in fold.chosen.items()
     ]
     return float(np.max(off))
 
 
-def _outcome(name: str, held: dict[str, Floats], place: int, paper: int, fixed: int) -> Outcome:
-    kl, drift = held["logit_kl"], held["hidden_drift_l1"][:, :, -1]
-    median = intervals.of_medians(kl[:, [place]])
-    over_paper, over_fixed = (_ratio(kl[:, other], kl[:, place]) for other in (paper, fixed))
-    drifted, lower = _ratio(drift[:, paper], drift[:, place]), kl[:, place] < kl[:, paper]
-    propagated = sum_ratio(*(held["perturbation_propagated"][:, one] for one in (paper, place)))
+def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed: int) -> Outcome:
+    kl, drift = arrays["logit_kl"], arrays["hidden_drift_l1"][:, :, -1]
+    median = intervals.of_medians(kl[:, [index]])
+    over_paper, over_fixed = (_ratio(kl[:, other], kl[:, index]) for other in (paper, fixed))
+    drifted, lower = _ratio(drift[:, paper], drift[:, index]), kl[:, index] < kl[:, paper]
+    propagated = sum_ratio(*(arrays["perturbation_propagated"][:, one] for one in (paper, index)))
     return Outcome(
         name=name,
-        kl_median=float(np.median(kl[:, place])),
+        kl_median=float(np.median(kl[:, index])),
         kl_median_interval=None if median is None else median.at(0),
         kl=over_paper[0],
         kl_interval=over_paper[1],
@@ -228,10 +280,5 @@ def _outcome(name: str, held: dict[str, Floats], place: int, paper: int, fixed: 
 
 
 def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
-    """Mean treatment over mean baseline of (sample,) values."""
+    """Return mean treatment over mean baseline of (sample,) values, with its interval."""
     return sum_ratio(baseline[:, None, None], treatment[:, None, None])
-
-
-def to_dict(found: Measured) -> dict[str, Any]:
-    """Everything a reader needs, not yet plain."""
-    return {"samples": found.samples, "composed_off": found.off, "rows": [vars(one) for one in found.outcomes]}

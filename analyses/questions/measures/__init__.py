@@ -1,1 +1,1 @@
-"""Does another distance than L1 change what is concluded."""
+"""The question `measures`: does another distance than L1 change what is concluded."""

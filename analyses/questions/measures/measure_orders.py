@@ -1,128 +1,203 @@
-"""Methods of one budget ranked by each distance: do they come in another order?.
+"""Configurations in every distance: pairs head by head, methods by rank, and correlations with what is lost.
 
-Two configurations compared in every distance: the same heads and samples, and whether the verdicts are the same.
-
-Which distance tells best what is lost: KL of the same step, and the scores of answers by the rules of `link`.
-
-Within each prompt, between its configurations of one setting. KL is of the very step whose heads are measured, so that
-it nearly is what they are (METHOD: the protocol, 7); answers are held against the first step alone.
+Correlations are within each prompt, between its configurations of one setting. KL is of the very step whose heads are
+measured, so that it nearly is what they are (METHOD: the protocol, 7); answers are compared with the first step alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from perturbkv.analyses import measurements, text
+from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.correlation.lost_answers import AREA, Rule
 from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, within
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, sum_ratio, with_floor
 from perturbkv.analyses.layers import drift as layers
-from perturbkv.analyses.measurements import Floats, at_step, scores, values
+from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.pairing import OfPair, Pair
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, Scalar, mean_of, over_prompts, rare_share_of
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
-from perturbkv.analyses.text import decided
+from perturbkv.analyses.text import interval_verdict
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
+ANALYSIS = "measures"
 KINDS = ("isolated", "propagated")
 FIRST, *OTHERS = DISTANCES
-"""The paper's distance, and those that are held against it."""
+"""The paper's distance, and those that are compared with it."""
+_NUMBERS = ("sum_ratio", "sum_ratio_interval", "median_ratio", "median_ratio_interval", "better_share",
+            "better_share_interval", "improved", "tied", "worsened")  # fmt: skip
+"""Numbers of a `HeadKind` that a `KindInDistance` shows."""
 
 
-@dataclass(frozen=True)
-class Against:
-    """How heads fare in another distance than L1: shares of all heads, mean over samples, in [0, 1].
+@record
+class VerdictChange(Record):
+    """Heads whose verdict in another distance is not that in L1."""
+
+    SECTION = "measures verdicts"
+
+    kind: str = column("isolated or propagated")
+    distance: str = column("the other distance, l2 or cosine", heading="distance")
+    opposite: float = column(
+        "share of heads better in L1 and worse here, or the other way, beyond two noise floors of each; mean over "
+        "samples",
+        unit="share",
+        heading="#opposite\nto L1",
+    )
+    opposite_interval: Scalar = interval()
+    alone: float = column(
+        "share of heads decided in one of both distances and tied in the other; mean over samples",
+        unit="share",
+        heading="#decided in\none alone",
+    )
+    alone_interval: Scalar = interval()
+
+
+@record
+class DriftRatio(Record):
+    """Drift after the last layer, treatment over baseline; NaN where the baseline does not drift."""
+
+    SECTION = "measures of drift"
+
+    distance: str = column("the distance: l1, l2 or cosine", heading="distance")
+    ratio: float = column("mean drift after the last layer over the baseline's", heading="#last layer's\ndrift")
+    interval: Scalar = column("over samples")
+
+    @property
+    def ratio_interval(self) -> Scalar:
+        """The interval of the column `ratio`."""
+        return self.interval
+
+
+@record
+class KindInDistance(Record):
+    """One kind of perturbation of a pair in one distance, over all heads."""
+
+    SECTION = "measures of heads"
+
+    kind: str = column("isolated or propagated", heading="perturbation")
+    distance: str = column("the distance: l1, l2 or cosine", heading="distance")
+    sum_ratio: float = column("treatment over baseline, summed over heads and samples", heading="#sum over\nbaseline's")
+    sum_ratio_interval: Scalar = interval()
+    median_ratio: float = column("the median head's treatment over baseline", heading="#median\nhead's")
+    median_ratio_interval: Scalar = interval()
+    better_share: float = column(
+        "mean over samples of each sample's share of better heads", unit="share", heading="#heads\nbetter"
+    )
+    better_share_interval: Scalar = interval()
+    improved: int = column("heads whose mean over samples is lower, beyond two noise floors")
+    tied: int = column("heads whose means differ by less")
+    worsened: int = column("heads whose mean is higher")
+    noise_floor_relative_median: float = column("noise floor over ‖o_h‖, median head; of cosine the floor itself")
+
+
+@record
+class KindRatios(Record):
+    """One kind of perturbation of a pair in all distances beside each other: a line of the table."""
+
+    l1: float = column("L1 over the baseline's, summed over heads and samples", heading="#L1")
+    l1_interval: Scalar = interval()
+    l2: float = column("L2 over the baseline's, summed over heads and samples", heading="#L2")
+    l2_interval: Scalar = interval()
+    cosine: float = column("1 − cos over the baseline's, summed over heads and samples", heading="#cosine")
+    cosine_interval: Scalar = interval()
+    l2_opposite: float = column(
+        "share of heads whose verdict in L2 is the opposite of that in L1", unit="share", heading="#L2:\nopposite",
+    )  # fmt: skip
+    l2_opposite_interval: Scalar = interval()
+    cosine_opposite: float = column(
+        "share of heads whose verdict in cosine is the opposite of that in L1", unit="share",
+        heading="#cosine:\nopposite",
+    )  # fmt: skip
+    cosine_opposite_interval: Scalar = interval()
+
+
+@record
+class Row(OfPair, Record):
+    """A treatment against its baseline in every distance.
 
     Attributes:
-        kind, distance: isolated or propagated, in l2 or cosine.
-        opposite: better in one of both distances and worse in the other, beyond two noise floors of each.
-        alone: better or worse in one of both, tied in the other.
+        heads: distance -> the pair head by head.
     """
 
-    kind: str
-    distance: str
-    opposite: float
-    opposite_interval: Scalar
-    alone: float
-    alone_interval: Scalar
+    SECTION = "measures comparison"
 
-
-@dataclass(frozen=True)
-class Drift:
-    """Mean drift after the last layer, treatment over baseline; NaN where the baseline does not drift."""
-
-    ratio: float
-    interval: Scalar
-
-
-@dataclass(frozen=True, repr=False)
-class Row(OfPair):
-    """One treatment against its baseline.
-
-    Attributes:
-        baseline, treatment: the configurations.
-        heads: distance -> their heads.
-        drift: distance -> what comes out of the last layer.
-        against: for each kind every distance but L1.
-    """
-
-    baseline: EvictionConfig
-    treatment: EvictionConfig
+    baseline: EvictionConfig = column("what is compared with")
+    treatment: EvictionConfig = column("what is compared")
     heads: Mapping[str, HeadComparison]
-    drift: Mapping[str, Drift]
-    against: tuple[Against, ...]
+    drift: tuple[DriftRatio, ...] = column("after the last layer, in l1, l2 and cosine")
+    against: tuple[VerdictChange, ...] = column("isolated and propagated, in l2 and cosine", key="against_l1")
 
     def kind(self, name: str, distance: str) -> HeadKind:
-        """Isolated or propagated, in one distance."""
-        found: HeadKind = getattr(self.heads[distance], name)
-        return found
+        """Return isolated or propagated perturbation in one distance."""
+        kind: HeadKind = getattr(self.heads[distance], name)
+        return kind
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        held = self.heads[FIRST].held
-        return {
-            "baseline": self.baseline,
-            "treatment": self.treatment,
-            "held_over_full_baseline": held[0],
-            "held_over_full_treatment": held[1],
-            "measured": [_measured(self, kind, distance) for kind in KINDS for distance in DISTANCES],
-            "drift": [{"distance": name, **vars(one)} for name, one in self.drift.items()],
-            "against_l1": self.against,
-        }
+    @derived(key="held_over_full_baseline")
+    def cache_share_baseline(self) -> float:
+        """Entries that the baseline's cache holds over those of the full cache."""
+        return self.heads[FIRST].held[0]
+
+    @derived(key="held_over_full_treatment", heading="#cache\nshare")
+    def cache_share(self) -> float:
+        """Entries that the treatment's cache holds over those of the full cache."""
+        return self.heads[FIRST].held[1]
+
+    @derived()
+    def measured(self) -> list[KindInDistance]:
+        """Isolated and propagated, in l1, l2 and cosine."""
+        return [_in_distance(kind, distance, self.kind(kind, distance)) for kind in KINDS for distance in DISTANCES]
+
+    def ratios(self, kind: str) -> KindRatios:
+        """Return one kind of perturbation in all distances, with the heads whose verdict is the opposite of L1's."""
+        numbers: dict[str, float | Scalar] = {}
+        for distance in DISTANCES:
+            heads = self.kind(kind, distance)
+            numbers |= {distance: heads.sum_ratio, f"{distance}_interval": heads.sum_ratio_interval}
+        for change in self.against:
+            if change.kind == kind:
+                name = f"{change.distance}_opposite"
+                numbers |= {name: change.opposite, f"{name}_interval": change.opposite_interval}
+        return KindRatios(**numbers)  # type: ignore[arg-type]  # names and types are those of the columns
+
+
+def _in_distance(kind: str, distance: str, heads: HeadKind) -> KindInDistance:
+    numbers = {name: getattr(heads, name) for name in _NUMBERS}
+    return KindInDistance(
+        kind=kind, distance=distance, **numbers, noise_floor_relative_median=heads.floor_relative_median
+    )
 
 
 def row(trace: Trace, pair: Pair, step: int) -> Row:
-    """A pair of configurations in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
-    found = {distance: head_comparison.summarise(trace, *pair, step, distance) for distance in DISTANCES}
+    """Return a pair in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
+    heads = {distance: head_comparison.summarise(trace, *pair, step, distance) for distance in DISTANCES}
     return Row(
         baseline=pair[0],
         treatment=pair[1],
-        heads=found,
-        drift={distance: _drift(trace, pair, distance, step) for distance in DISTANCES},
+        heads=heads,
+        drift=tuple(_drift(trace, pair, distance, step) for distance in DISTANCES),
         against=tuple(
-            against(kind, distance, getattr(found[FIRST], kind), getattr(found[distance], kind))
+            verdict_change(kind, distance, getattr(heads[FIRST], kind), getattr(heads[distance], kind))
             for kind in KINDS
             for distance in OTHERS
         ),
     )
 
 
-def against(kind: str, distance: str, first: HeadKind, other: HeadKind) -> Against:
-    """Of each sample's heads, which are decided otherwise in another distance."""
-    sides = [np.sign(one.differences).reshape(len(one.differences), -1) for one in (first, other)]
+def verdict_change(kind: str, distance: str, first: HeadKind, second: HeadKind) -> VerdictChange:
+    """Return the share of each sample's heads that are decided otherwise in the second distance."""
+    sides = [np.sign(heads.differences).reshape(len(heads.differences), -1) for heads in (first, second)]
     opposite = (sides[0] * sides[1] < 0).mean(axis=1)
     alone = ((sides[0] == 0) != (sides[1] == 0)).mean(axis=1)
     share = rare_share_of(sides[0].shape[1])
-    return Against(
+    return VerdictChange(
         kind=kind,
         distance=distance,
         opposite=float(opposite.mean()),
@@ -132,23 +207,9 @@ def against(kind: str, distance: str, first: HeadKind, other: HeadKind) -> Again
     )
 
 
-def _drift(trace: Trace, pair: Pair, distance: str, step: int) -> Drift:
-    found = layers.summarise(trace, *pair, distance, step)
-    return Drift(float(found.ratio[-1]), text.at(found.ratio_interval, -1))
-
-
-def _measured(row: Row, kind: str, distance: str) -> dict[str, Any]:
-    found = row.kind(kind, distance)
-    shown = ("sum_ratio", "median_ratio", "better_share")
-    return {
-        "kind": kind,
-        "distance": distance,
-        **{name: value for name, value in vars(found).items() if name.removesuffix("_interval") in shown},
-        "improved": found.improved_count,
-        "tied": found.tied_count,
-        "worsened": found.worsened_count,
-        "noise_floor_relative_median": found.floor_relative_median,
-    }
+def _drift(trace: Trace, pair: Pair, distance: str, step: int) -> DriftRatio:
+    drift = layers.summarise(trace, *pair, distance, step)
+    return DriftRatio(distance, float(drift.ratio[-1]), text.interval_at(drift.ratio_interval, -1))
 
 
 Measure = tuple[str, str]
@@ -156,189 +217,229 @@ Measure = tuple[str, str]
 MEASURES: tuple[Measure, ...] = tuple((kind, distance) for kind in KINDS for distance in DISTANCES)
 
 
-@dataclass(frozen=True)
-class Swap:
-    """Two methods that stand in another order than by L1.
+@record
+class Exchange(Record):
+    """Two methods that stand in another order than by L1."""
 
-    Attributes:
-        distance: l2 or cosine.
-        first, second: the one that perturbs less in L1 first.
-        decided: whether both orders are decided: the ratio's interval leaves out 1 in L1, and on the other side here.
-    """
+    SECTION = "measures swap"
 
-    distance: str
-    first: EvictionConfig
-    second: EvictionConfig
-    decided: bool
+    distance: str = column("the other distance, l2 or cosine")
+    first: EvictionConfig = column("the one that perturbs less in L1")
+    second: EvictionConfig = column("the other")
+    decided: bool = column("whether the ratio of both sums leaves out 1 in both distances")
 
 
-@dataclass(frozen=True)
-class Order:
+@record
+class MethodRanks(Record):
+    """A method's rank by each distance; 1 perturbs least, equal sums share theirs."""
+
+    SECTION = "measures place"
+
+    config: EvictionConfig = column("the method")
+    ranks: Mapping[str, float] = column("distance → its rank by the sum over heads and samples; 1 perturbs least")
+
+    @derived(json=False, heading="#L1")
+    def l1(self) -> str:
+        """Rank by the sum over heads and samples in L1; 1 perturbs least."""
+        return f"{self.ranks['l1']:g}"
+
+    @derived(json=False, heading="#L2")
+    def l2(self) -> str:
+        """Rank by the sum over heads and samples in L2."""
+        return f"{self.ranks['l2']:g}"
+
+    @derived(json=False, heading="#cosine")
+    def cosine(self) -> str:
+        """Rank by the sum over heads and samples in 1 − cos."""
+        return f"{self.ranks['cosine']:g}"
+
+
+@record
+class Order(Record):
     """Methods of one setting by one kind of perturbation.
 
     Attributes:
-        kind: isolated or propagated.
         configs: the methods.
-        ranks: distance -> (method,) place by Σ over heads and samples, 1 perturbs least; equal sums share theirs.
-        rho: distance but L1 -> Spearman's ρ with L1 between the methods of a prompt, over prompts.
-        swaps: every two methods in another order.
-        each: of `rho` what every prompt says (sample,).
+        ranks: distance -> (method,) rank by Σ over heads and samples.
+        each: of `rho` the value of every prompt, (sample,).
     """
 
-    kind: str
+    SECTION = "measures order"
+
+    kind: str = column("isolated or propagated")
     configs: tuple[EvictionConfig, ...]
     ranks: Mapping[str, Floats]
-    rho: Mapping[str, Estimate]
-    swaps: tuple[Swap, ...]
+    rho: Mapping[str, Estimate] = column(
+        "other distance → Spearman's ρ with L1 between the configurations of a prompt, mean over prompts"
+    )
+    swaps: tuple[Exchange, ...] = column("every two methods in another order than by L1")
     each: Mapping[str, Floats]
 
     @property
     def pairs(self) -> int:
-        """How many two methods there are."""
+        """The number of pairs of methods."""
         return len(self.configs) * (len(self.configs) - 1) // 2
 
-    def swapped(self, distance: str) -> list[Swap]:
-        """Those of one distance."""
+    @derived()
+    def methods(self) -> list[MethodRanks]:
+        """One per configuration."""
+        return [
+            MethodRanks(config, {name: float(ranks[index]) for name, ranks in self.ranks.items()})
+            for index, config in enumerate(self.configs)
+        ]
+
+    def swapped(self, distance: str) -> list[Exchange]:
+        """Return the pairs in another order by one distance."""
         return [swap for swap in self.swaps if swap.distance == distance]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        methods = [{"config": config, "ranks": {name: float(ranks[place]) for name, ranks in self.ranks.items()}}
-                   for place, config in enumerate(self.configs)]  # fmt: skip
-        return {"kind": self.kind, "methods": methods, "rho": self.rho, "swaps": self.swaps}
 
-
-def sums(trace: Trace, step: int) -> dict[Measure, Floats]:
-    """(sample, config) Σ over heads of each measure, equal where all kept sets are.
+def sums(measured: Measurements) -> dict[Measure, Floats]:
+    """Return (sample, config) Σ over heads of each measure, equal where all kept sets are.
 
     Raises as `head_comparison.with_floor`.
     """
-    found = {f"{kind} {name}": with_floor(trace, kind, name, step)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
-    equal = measurements.alike_first_steps(trace, found)
+    moved = {f"{kind} {name}": with_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
+    equal = measurements.alike_first_steps(measured.trace, moved)
     return {(kind, name): equal[f"{kind} {name}"] for kind, name in MEASURES}
 
 
-def agreement(moved: Mapping[Measure, Floats], places: Sequence[int]) -> dict[Measure, Floats]:
-    """Kind and distance but L1 -> (sample,) ρ with L1; NaN where a prompt's methods are all alike."""
+def agreement(moved: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
+    """Return, by kind and distance but L1, (sample,) ρ with L1; NaN where a prompt's methods are all equal."""
     return {
-        (kind, other): spearman(moved[kind, other][:, places].T, moved[kind, FIRST][:, places].T)
+        (kind, other): spearman(moved[kind, other][:, indices].T, moved[kind, FIRST][:, indices].T)
         for kind in KINDS
         for other in OTHERS
     }
 
 
 def orders(
-    moved: Mapping[Measure, Floats], places: Sequence[int], configs: Sequence[EvictionConfig]
+    moved: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
 ) -> tuple[Order, ...]:
-    """One per kind, of `configs` at these places."""
-    rho = agreement(moved, places)
+    """Return one order per kind, of `configs` at these indices."""
+    rho = agreement(moved, indices)
     return tuple(
         Order(
             kind=kind,
             configs=tuple(configs),
-            ranks={name: mean_ranks(moved[kind, name][:, places].mean(axis=0)) for name in DISTANCES},
+            ranks={name: mean_ranks(moved[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
             rho={other: over_prompts(rho[kind, other], CORRELATION) for other in OTHERS},
-            swaps=_swaps({name: moved[kind, name][:, places] for name in DISTANCES}, configs),
+            swaps=_swaps({name: moved[kind, name][:, indices] for name in DISTANCES}, configs),
             each={other: rho[kind, other] for other in OTHERS},
         )
         for kind in KINDS
     )
 
 
-def _swaps(moved: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Swap, ...]:
-    found = []
+def _swaps(moved: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
+    swaps = []
     for pair in combinations(np.argsort(moved[FIRST].mean(axis=0), kind="stable").tolist(), 2):
         sides = {name: _side(array, pair) for name, array in moved.items()}
         for other in OTHERS:
             if sides[FIRST][0] * sides[other][0] < 0:
                 both = sides[FIRST][1], sides[other][1]
                 certain = None not in both and both[0] != 0 and both[1] != 0
-                found.append(Swap(other, configs[pair[0]], configs[pair[1]], certain))
-    return tuple(found)
+                swaps.append(Exchange(other, configs[pair[0]], configs[pair[1]], certain))
+    return tuple(swaps)
 
 
 def _side(moved: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
-    """1 where the second perturbs more, −1 less, 0 alike: by the sums, and as far as their ratio's interval decides."""
-    first, second = (moved[:, place, None, None] for place in pair)
-    _, interval = sum_ratio(first, second)
-    return int(np.sign(second.sum() - first.sum())), decided(interval, 1)
+    """Return 1 where the second perturbs more, −1 less, 0 equal: by the sums, and by their ratio's interval."""
+    first, second = (moved[:, index, None, None] for index in pair)
+    _, band = sum_ratio(first, second)
+    return int(np.sign(second.sum() - first.sum())), interval_verdict(band, 1)
 
 
 RULE = Rule()
 KL, SCORE, LOST = "kl", "score", "lost"
 TARGETS = (KL, SCORE, LOST)
-"""What is lost: nats of the same step; the answer's score; a lost answer among kept ones."""
+"""Losses: KL of the same step in nat; the answer's score; a lost answer among kept ones."""
 _KINDS = {KL: (CORRELATION, DIFFERENCES), SCORE: (CORRELATION, DIFFERENCES), LOST: (AREA, AREAS)}
 EachPrompt = Mapping[tuple[str, Measure], Floats]
 """Target and measure -> (prompt,), NaN where the prompt does not decide."""
 
 
-@dataclass(frozen=True)
-class Linked:
-    """How strongly one measure is linked with one thing that is lost.
+def _estimate(estimate: Estimate | None) -> str:
+    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval)
 
-    Attributes:
-        target: `kl` (Spearman's ρ with KL of the same step: above 0 more perturbed methods lose more), `score` (ρ with
-            the answer's score: below 0 they score less), or `lost` (share of pairs of a lost and a kept answer in which
-            the lost one is more perturbed).
-        kind, distance: the measure.
-        value: over prompts.
-        less_l1: the same less that of L1 on the same prompts; None of L1 itself.
-    """
 
-    target: str
-    kind: str
-    distance: str
-    value: Estimate
-    less_l1: Estimate | None
+@record
+class LossCorrelation(Record):
+    """The correlation of one measure with one loss, over prompts."""
+
+    SECTION = "measures link"
+
+    target: str = column(
+        "what is lost: kl (ρ with KL of the same step, which nearly is the same thing), score (ρ with the answer's "
+        "score) or lost (share of pairs of a lost and a kept answer in which the lost one is more perturbed)",
+        heading="with",
+    )
+    kind: str = column("isolated or propagated", heading="perturbation")
+    distance: str = column("the distance: l1, l2 or cosine", heading="distance")
+    value: Estimate = column("over prompts", heading="#ρ, or share", text=_estimate)
+    less_l1: Estimate | None = column(
+        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=_estimate
+    )
+
+    @derived(json=False, heading="#n")
+    def prompts(self) -> int:
+        """Prompts whose configurations differ in both."""
+        return self.value.prompts
 
 
 def answered(trace: Trace) -> bool:
-    """Whether every complete sample's answers have scores."""
+    """Return whether every complete sample's answers have scores."""
     return "score_full" in trace.arrays and all(
         not np.isnan(np.asarray(trace.arrays[name], dtype=np.float64)[trace.ok]).any()
         for name in ("score_full", "score")
     )
 
 
-def each_prompt(trace: Trace, moved: Mapping[Measure, Floats], places: Sequence[int], step: int) -> EachPrompt:
-    """What every prompt says of these configurations; `moved`: of the trace's samples at `step`, as `sums` gives it."""
-    held = at_step(trace, "measures", step)
-    lost = measurements.alike_first_steps(held, {KL: values(held, "logit_kl", "measures", step)})[KL][:, places]
-    found: dict[tuple[str, Measure], Floats] = {
-        (KL, measure): spearman(moved[measure][:, places].T, lost.T) for measure in MEASURES
+def each_prompt(
+    trace: Trace, measured: Measurements, moved: Mapping[Measure, Floats], indices: Sequence[int]
+) -> EachPrompt:
+    """Return each prompt's correlations between these configurations.
+
+    Args:
+        trace: with all complete samples, whose answers are compared with the first step.
+        measured: the trace at the step that is looked at.
+        moved: `sums` of the latter.
+        indices: the configurations.
+    """
+    lost = measurements.alike_first_steps(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
+    each: dict[tuple[str, Measure], Floats] = {
+        (KL, measure): spearman(moved[measure][:, indices].T, lost.T) for measure in MEASURES
     }
-    return {**found, **_of_answers(trace, places)} if answered(trace) else found
+    return {**each, **_of_answers(trace, indices)} if answered(trace) else each
 
 
-def _of_answers(trace: Trace, places: Sequence[int]) -> EachPrompt:
-    """Of the prompts that the full cache answers, by the first step."""
-    held = at_step(trace, "measures", 0)
-    graded, moved = scores(held, "measures"), sums(held, 0)
+def _of_answers(trace: Trace, indices: Sequence[int]) -> EachPrompt:
+    """Return the correlations with scores of the prompts that the full cache answers, by the first step."""
+    measured = Measurements(trace, ANALYSIS)
+    graded, moved = scores(measured.trace, ANALYSIS), sums(measured)
     right = graded.full > RULE.right
-    scored = graded.evicted[right][:, places]
-    gone = RULE.lost_of(graded.full[right], scored)
-    found = {measure: within(moved[measure][right][:, places], scored, gone) for measure in MEASURES}
+    scored = graded.evicted[right][:, indices]
+    lost = RULE.lost_of(graded.full[right], scored)
+    ranks = {measure: within(moved[measure][right][:, indices], scored, lost) for measure in MEASURES}
     return {
-        **{(SCORE, measure): one.rho for measure, one in found.items()},
-        **{(LOST, measure): one.area for measure, one in found.items()},
+        **{(SCORE, measure): one.rho for measure, one in ranks.items()},
+        **{(LOST, measure): one.area for measure, one in ranks.items()},
     }
 
 
-def together(settings: Sequence[EachPrompt]) -> EachPrompt:
-    """Each prompt's mean over several settings, in every one of which its configurations were compared."""
-    return {key: mean_of([one[key] for one in settings]) for key in settings[0]}
+def mean_over_settings(settings: Sequence[EachPrompt]) -> EachPrompt:
+    """Return each prompt's mean over several settings, in every one of which its configurations were compared."""
+    return {key: mean_of([setting[key] for setting in settings]) for key in settings[0]}
 
 
-def linked(each: EachPrompt) -> tuple[Linked, ...]:
-    """One per target and measure that is there."""
+def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
+    """Return one per target and measure that is there."""
     return tuple(
-        _linked(each, target, measure) for target in TARGETS for measure in MEASURES if (target, measure) in each
+        _correlation(each, target, measure) for target in TARGETS for measure in MEASURES if (target, measure) in each
     )
 
 
-def _linked(each: EachPrompt, target: str, measure: Measure) -> Linked:
+def _correlation(each: EachPrompt, target: str, measure: Measure) -> LossCorrelation:
     (kind, distance), (own, between) = measure, _KINDS[target]
     value, first = each[target, measure], each[target, (kind, FIRST)]
     less = None if distance == FIRST else over_prompts(value - first, between)
-    return Linked(target, kind, distance, over_prompts(value, own), less)
+    return LossCorrelation(target, kind, distance, over_prompts(value, own), less)

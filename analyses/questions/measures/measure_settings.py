@@ -1,15 +1,15 @@
-"""One budget, granularity and protection: its comparisons, orders and links in every distance."""
+"""One budget, granularity and protection: its comparisons, orders and correlations in every distance."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import setting_object
-from perturbkv.analyses.measurements import at_step
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
     LEAST_CONFIGS,
     Pair,
@@ -22,17 +22,17 @@ from perturbkv.analyses.pairing import (
     short_names,
 )
 from perturbkv.analyses.questions.measures.measure_orders import (
+    ANALYSIS,
     EachPrompt,
-    Linked,
+    LossCorrelation,
     Order,
     Row,
+    correlations,
     each_prompt,
-    linked,
     orders,
     row,
     sums,
 )
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -41,11 +41,10 @@ from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 
-ANALYSIS = "measures"
 TREATMENTS = (
     "two-stage", "two-stage(norm=l2)", "attention-unpooled", "hindsight", "hindsight(norm=l2)", "random",
 )  # fmt: skip
-"""What is compared with the baseline where nobody says otherwise."""
+"""Treatments that are compared with the baseline by default."""
 _NEEDED = tuple(
     f"{name}{distance.suffix}"
     for distance in DISTANCES.values()
@@ -53,50 +52,53 @@ _NEEDED = tuple(
 ) + ("output_norm_l2",)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Configurations that may be held against each other.
+@record
+class Setting(Record):
+    """Configurations that share budget, granularity, precision and protection, so that they may be compared.
 
     Attributes:
         name: the budget as the user gave it, and what else tells it from other settings.
         configs: all of the trace's.
-        rows: each treatment against its baseline.
-        norms: each selection by L2 norms against the same by L1 norms.
-        orders: of all configurations, one per kind; empty for fewer than three.
-        links: what each measure tells of what is lost; empty likewise.
-        each: of `links` what every prompt says.
+        each: of `links` each prompt's values.
         identity: of the run.
     """
 
+    SECTION = "measures setting"
+
     name: str
     configs: tuple[EvictionConfig, ...]
-    rows: tuple[Row, ...]
-    norms: tuple[Row, ...]
-    orders: tuple[Order, ...]
-    links: tuple[Linked, ...]
+    rows: tuple[Row, ...] = column("each treatment against its baseline", key="comparisons")
+    norms: tuple[Row, ...] = column("each selection by L2 norms against the same by L1 norms")
+    orders: tuple[Order, ...] = column(
+        "of all configurations by isolated and by propagated perturbation; empty for fewer than three"
+    )
+    links: tuple[LossCorrelation, ...] = column("how each measure goes with what is lost; empty likewise")
     each: EachPrompt
     identity: RunIdentity
 
-    def named(self, config: EvictionConfig) -> str:
-        """What tells a configuration from all others of the setting."""
+    @derived(key="setting")
+    def choices(self) -> dict[str, Any]:
+        """Choices that all configurations share; others and the label are absent."""
+        return setting_object(self.configs)
+
+    def config_name(self, config: EvictionConfig) -> str:
+        """Return what tells a configuration from all others of the setting."""
         return _named(config, self.configs)
 
     def side(self, config: EvictionConfig) -> str:
-        """What tells one side of a comparison from all other sides."""
+        """Return what tells one side of a comparison from all other sides."""
         return _named(config, list(dict.fromkeys(configs_of(_pairs([*self.rows, *self.norms])))))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {
-                "setting": setting_object(self.configs),
-                "comparisons": [one.to_dict() for one in self.rows],
-                "norms": [one.to_dict() for one in self.norms],
-                "orders": [one.to_dict() for one in self.orders],
-                "links": self.links,
-            }
-        )
-        return found
+    def baseline_name(self) -> str:
+        """Return the baseline of the rows in words."""
+        names = list(dict.fromkeys(self.side(row.baseline) for row in self.rows))
+        return names[0] if len(names) == 1 else "its baseline"
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per treatment, propagated, then those of selections by L2 norms."""
+        rows = [Line(self.side(row.treatment), (row.ratios("propagated"),)) for row in self.rows]
+        norms = [Line(self.side(row.baseline), (row.ratios("propagated"),)) for row in self.norms]
+        return [*rows, *([Line("by L2 over by L1 norms:", ()), *norms] if norms else [])]
 
 
 def _pairs(rows: Sequence[Row]) -> list[Pair]:
@@ -108,64 +110,64 @@ def _named(config: EvictionConfig, among: Sequence[EvictionConfig]) -> str:
 
 
 def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -> tuple[Setting, ...]:
-    """One entry per setting of the trace in which something is compared.
+    """Return one entry per setting of the trace in which something is compared.
 
     Raises TraceError where a side is missing or the trace lacks a distance, and as `head_comparison.summarise`.
     """
-    _check_recorded(trace)
-    found, moved = _compared(trace, baseline, treatments), sums(at_step(trace, ANALYSIS, step), step)
-    made = []
-    for name, places in ranked_together(trace.run.configs).items():
-        configs = [trace.run.configs[place] for place in places]
-        own, norms = [pair for pair in found if pair[0] in configs], _by_norm(configs)
+    _check_distances(trace)
+    chosen, measured = _compared(trace, baseline, treatments), Measurements(trace, ANALYSIS, step)
+    moved, results = sums(measured), []
+    for name, indices in ranked_together(trace.run.configs).items():
+        configs = [trace.run.configs[index] for index in indices]
+        own, norms = [pair for pair in chosen if pair[0] in configs], _by_norm(configs)
         if not own:
             continue
-        ranked = len(places) >= LEAST_CONFIGS
-        each = each_prompt(trace, moved, places, step) if ranked else {}
-        made.append(
+        ranked = len(indices) >= LEAST_CONFIGS
+        each = each_prompt(trace, measured, moved, indices) if ranked else {}
+        results.append(
             Setting(
                 name=name,
                 configs=tuple(configs),
                 rows=tuple(row(trace, pair, step) for pair in own),
                 norms=tuple(row(trace, pair, step) for pair in norms),
-                orders=orders(moved, places, configs) if ranked else (),
-                links=linked(each),
+                orders=orders(moved, indices, configs) if ranked else (),
+                links=correlations(each),
                 each=each,
                 identity=identity(trace, configs, step),
             )
         )
-    return tuple(made)
+    return tuple(results)
 
 
 def _compared(trace: Trace, baseline: str, treatments: Sides | None) -> list[Pair]:
-    """Every treatment with its baseline, each pair once; by default those of `TREATMENTS` that the trace holds."""
-    named = checked(trace, baseline, TREATMENTS if treatments is None else treatments)
-    held = [side for side in named if treatments is not None or any(matches(one, side) for one in trace.run.configs)]
-    if not held:
+    """Return every treatment with its baseline, each pair once; by default those of `TREATMENTS` that are there."""
+    sides = checked(trace, baseline, TREATMENTS if treatments is None else treatments)
+    there = [side for side in sides if treatments is not None or any(matches(one, side) for one in trace.run.configs)]
+    if not there:
         msg = f"{ANALYSIS} compares {', '.join(TREATMENTS)} with {baseline}; got a trace of none of them: name its own"
         raise TraceError(msg)
-    return list(dict.fromkeys(pair for side in held for pair in pairs(trace.run, baseline, side)))
+    return list(dict.fromkeys(pair for side in there for pair in pairs(trace.run, baseline, side)))
 
 
 def _by_norm(configs: Sequence[EvictionConfig]) -> list[Pair]:
-    """Every selection by L2 norms behind the same one by L1 norms, where both are there."""
-    found = []
+    """Return every selection by L2 norms behind the same one by L1 norms, where both are there."""
+    chosen = []
     for config in configs:
         usual = config.selection.usual
-        other = Choice(config.selection.name, {**config.selection.options, "norm": L1}, usual and usual | {"norm"})
-        first = dataclasses.replace(config, selection=other)
+        selection = Choice(config.selection.name, {**config.selection.options, "norm": L1}, usual and usual | {"norm"})
+        first = dataclasses.replace(config, selection=selection)
         if config.euclidean and first in configs:
-            found.append((configs[configs.index(first)], config))
-    return found
+            chosen.append((configs[configs.index(first)], config))
+    return chosen
 
 
-def _check_recorded(trace: Trace) -> None:
-    """Raise TraceError for a trace of before L2 and cosine distances were recorded."""
+def _check_distances(trace: Trace) -> None:
+    """Raise TraceError for a trace without L2 and cosine distances."""
     missing = [name for name in _NEEDED if VARIABLES[name].optional and name not in trace.arrays]
     if missing:
         msg = (
             f"{ANALYSIS} needs L2 and cosine distances, and {trace.source or 'this trace'} lacks {missing[0]}"
-            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; record them: perturbkv {ANALYSIS} "
-            f"--model {trace.run.model} --dataset {trace.run.dataset}"
+            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; record them: perturbkv question "
+            f"{ANALYSIS} --model {trace.run.model} --dataset {trace.run.dataset}"
         )
         raise TraceError(msg)

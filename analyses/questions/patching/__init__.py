@@ -1,1 +1,1 @@
-"""Which layers and heads decide: one configuration's kept sets in another's run."""
+"""The question `patching`: which layers and heads decide what comes out."""

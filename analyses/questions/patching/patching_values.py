@@ -1,40 +1,33 @@
-"""Shapley values and greedy curves of swapped kept sets, with what is unsure of them.
-
-Outcomes of measured mixtures as arrays over samples, and by how much of the baseline's they differ from it.
-
-Mixtures that were asked for by name against the baseline alone: heads, drift, KL, answers.
-
-What was found of swapped kept sets: the fields of the result.
-"""
+"""Outcomes of measured mixtures of kept sets: Shapley values, greedy curves, and mixtures by name."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from perturbkv.analyses import text
+from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind
-from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.outcomes import Divergence
 from perturbkv.analyses.stats import coalition, intervals
-from perturbkv.analyses.stats.arithmetic import plain
 from perturbkv.analyses.stats.coalition import Orders, Path
-from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Scalar, difference_of
-from perturbkv.analyses.text import at
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.patching import Coalition, Game, Mixture, SwapConfig
+from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, Scalar, difference_of
+from perturbkv.analyses.text import interval_at
+from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.errors import ConfigError, FailedRunError
 from perturbkv.storage.patching_file import SwapRow, SwapStore
 
+_COUNTS = ("count",)
 
-class Measured:
-    """What a store holds of complete samples at one decode step.
+
+class MixtureOutcomes:
+    """The outcomes of measured mixtures, of complete samples at one decode step.
 
     Args:
         store: of measurements.
@@ -57,36 +50,40 @@ class Measured:
             )
             raise ConfigError(msg)
 
-    def only(self, places: Sequence[int] | NDArray[np.int64]) -> Measured:
-        """The same of some of the samples, by their places."""
-        found = copy.copy(self)
-        found.samples = [self.samples[place] for place in places]
-        return found
+    def only(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
+        """Return the same of some of the samples, by their indices."""
+        some = copy.copy(self)
+        some.samples = [self.samples[index] for index in indices]
+        return some
 
     def rows(self, mixture: Mixture) -> list[SwapRow]:
-        """One of each sample."""
+        """Return one measurement of each sample."""
         return [self.store.rows[name][mixture] for name in self.samples]
 
     def outcome(self, mixture: Mixture, name: str) -> Floats:
-        """(sample,) of one of `PER_STEP`, or `score`."""
+        """Return (sample,) of one of `PER_STEP`, or `score`."""
         rows = self.rows(mixture)
         return np.array([row.score if name == "score" else row.values[name][self.step] for row in rows])
 
     def coalition(self, coalition: Coalition, name: str) -> Floats:
-        """The same of what a coalition of players keeps."""
+        """Return (sample,) of the mixture that a coalition of players makes."""
         return self.outcome(self.game.mixture(coalition), name)
 
+    def cache_share(self, mixture: Mixture) -> float:
+        """Return entries of a mixture's cache over those of the full one, mean over samples."""
+        return float(np.mean([row.held for row in self.rows(mixture)]))
+
     def heads(self, mixture: Mixture) -> Floats:
-        """(sample, layer, head) propagated L1 perturbation of a mixture whose heads were asked for."""
+        """Return (sample, layer, head) propagated L1 perturbation of a mixture that has it by head."""
         return np.array([row.heads[self.step] for row in self.rows(mixture) if row.heads is not None])
 
     def of_heads(self, name: str) -> Floats:
-        """(sample, layer, head) `head_floors` or `head_norms`."""
+        """Return (sample, layer, head) `head_floors` or `head_norms`."""
         return np.array([self.store.head_floors(sample, name)[self.step] for sample in self.samples])
 
 
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
-    """By how much outcomes (…, sample) differ from the baseline's (sample,), with intervals over samples.
+    """Return by how much outcomes (…, sample) differ from the baseline's (sample,), with intervals over samples.
 
     Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1, and
     has the interval of one. Of scores the mean difference. NaN where the baseline's sum is 0.
@@ -101,35 +98,77 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         return np.asarray((weights @ (baseline + flat).T) / np.where(below == 0, np.nan, below)[:, None])
 
     value = statistic(np.full((1, samples), 1 / samples))[0].reshape(differences.shape[:-1])
-    found = intervals.band(statistic, samples, difference_of(1) if scored else RATIO)
+    ends = intervals.band(statistic, samples, difference_of(1) if scored else RATIO)
     shift = 0.0 if scored else 1.0
-    if found is None:
+    if ends is None:
         return value - shift, None
-    low, high = (np.asarray(end).reshape(value.shape) - shift for end in (found.low, found.high))
-    return value - shift, intervals.Interval(low, high, found.kind)
+    low, high = (np.asarray(end).reshape(value.shape) - shift for end in (ends.low, ends.high))
+    return value - shift, intervals.Interval(low, high, ends.kind)
 
 
 def scale(baseline: Floats, outcome: str) -> float:
-    """What a sum over samples of differences is divided by, to be in the unit of `change`."""
+    """Return the divisor that brings a sum over samples of differences to the unit of `change`."""
     return float(len(baseline) if outcome == "score" else baseline.sum())
 
 
 def better(outcome: str) -> int:
-    """1 where more is better, −1 where less is."""
+    """Return 1 where more is better, −1 where less is."""
     return 1 if outcome == "score" else -1
 
 
-def all_of(measured: Measured, coalitions: Sequence[Coalition], outcome: str) -> dict[Coalition, Floats]:
-    """Coalition -> (sample,) outcomes."""
+def coalition_outcomes(
+    measured: MixtureOutcomes, coalitions: Sequence[Coalition], outcome: str
+) -> dict[Coalition, Floats]:
+    """Return coalition -> (sample,) outcomes."""
     return {coalition: measured.coalition(coalition, outcome) for coalition in coalitions}
+
+
+def hundredths(share: float, interval: Scalar = None) -> str:
+    """Return a change in hundredths of the baseline's, without its sign of percent: '−9.1 [−14, −4.0]'."""
+    ends = None if interval is None else Interval(100 * interval.low, 100 * interval.high, interval.kind)
+    return text.decimal(100 * share, ends, digits=1)
+
+
+@record
+class PlayerValue(Record):
+    """The kept sets of one layer or head in a game.
+
+    Attributes:
+        exact: whether all subsets were measured.
+    """
+
+    SECTION = "player"
+
+    player: str = column("layer, or layer-head")
+    value: float = column(
+        "change of the outcome that the treatment's kept sets make there, averaged over the orders in which players "
+        "may be switched: a share of the baseline's Σ over samples; of scores a difference",
+        heading="#value",
+        text=hundredths,
+    )
+    value_interval: Scalar = column("over samples, these orders given", key="interval")
+    alone: float = column("the same change where no other player is switched", heading="#alone", text=hundredths)
+    alone_interval: Scalar = interval()
+    last: float = column("the same change where all others are switched already", heading="#last", text=hundredths)
+    last_interval: Scalar = interval()
+    sampling: float = column(
+        "half of a 95 % interval of drawing orders, these samples given; 0 of all subsets; it does not see players "
+        "that interact in pairs"
+    )
+    exact: bool
+
+    @derived(heading="#± of\norders", json=False, text=hundredths)
+    def order_error(self) -> float | None:
+        """Half of a 95 % interval of drawing orders, these samples given."""
+        return None if self.exact else self.sampling
 
 
 @dataclass(frozen=True)
 class Shift:
-    """What a player brings beside certain others.
+    """The change that each player makes beside certain others.
 
     Attributes:
-        value: (player,) by how much the outcome changes, as `patching_values.change` says it.
+        value: (player,) by how much the outcome changes, in the unit of `change`.
         interval: over samples.
         per_sample: (player, sample) in the outcome's own unit.
     """
@@ -140,92 +179,172 @@ class Shift:
 
     @classmethod
     def of(cls, per_sample: Floats, baseline: Floats, outcome: str) -> Self:
-        """Of (player, sample) differences, over the baseline's (sample,)."""
+        """Return the change of (player, sample) differences, over the baseline's (sample,)."""
         return cls(*change(per_sample, baseline, outcome), per_sample)
 
 
-@dataclass(frozen=True)
-class Shapley:
-    """What each player's kept sets do to the outcome, over all orders in which they may be switched.
+@record
+class Shapley(Record):
+    """The change that each player's kept sets make, averaged over all orders in which they may be switched.
 
     Attributes:
-        value: (player,) by how much the treatment's sets there change the outcome, as `patching_values.change` says it.
+        names: of the players.
+        value: (player,) by how much the treatment's sets there change the outcome, in the unit of `change`.
         interval: over samples.
         sampling: (player,) half a 95 % interval of drawing orders, these samples given; 0 where all subsets were
             measured.
-        total: all players together: what the values add up to.
-        total_interval: over samples.
-        permutations: orders drawn, reverses included; 0 where all subsets were measured.
-        coalitions: that were measured for it.
         per_sample: (player, sample) in the outcome's own unit.
         alone: the same change where nobody else is switched.
         last: likewise where all others are. Both are the value where players do not interact.
     """
 
+    SECTION = "Shapley values"
+
+    names: tuple[str, ...]
     value: Floats
     interval: Band
     sampling: Floats
-    total: float
-    total_interval: Scalar
-    permutations: int
-    coalitions: int
+    total: float = column("change of the outcome with all players switched: the sum of all values", key="everybody")
+    total_interval: Scalar = column("over samples", key="everybody_interval")
+    permutations: int = column("orders drawn, reverses included; 0: all subsets were measured")
+    coalitions: int = column("coalitions that were measured for the values")
     per_sample: Floats
     alone: Shift
     last: Shift
 
+    @derived()
+    def players(self) -> tuple[PlayerValue, ...]:
+        """Layers or heads."""
+        return tuple(self._player(index, name) for index, name in enumerate(self.names))
 
-@dataclass(frozen=True)
-class Greedy:
+    @derived(key="sum")
+    def value_sum(self) -> float:
+        """Sum of all values."""
+        return float(self.value.sum())
+
+    def _player(self, index: int, name: str) -> PlayerValue:
+        return PlayerValue(
+            player=name,
+            value=float(self.value[index]),
+            value_interval=interval_at(self.interval, index),
+            alone=float(self.alone.value[index]),
+            alone_interval=interval_at(self.alone.interval, index),
+            last=float(self.last.value[index]),
+            last_interval=interval_at(self.last.interval, index),
+            sampling=float(self.sampling[index]),
+            exact=not self.permutations,
+        )
+
+
+@record
+class GreedyStep(Record):
+    """The players switched so far, and the outcome's change."""
+
+    first: str = column("the player that the first half of the samples adds", heading="first half\nadds")
+    second: str = column("the player that the second half adds", heading="second half\nadds")
+    chosen: float = column(
+        "change on the samples that chose the players", heading="#chosen\n(flatters)", text=hundredths
+    )
+    chosen_interval: Scalar = interval()
+    judged: float = column("change on the samples that did not", heading="#judged", text=hundredths)
+    judged_interval: Scalar = interval()
+
+
+@record
+class Greedy(Record):
     """Players switched one after the other, each the one that helps most on the samples that choose.
 
     Attributes:
-        paths: the players that each half of the samples chose, by their places.
-        chosen: (count,) the outcome's change with 0, 1, 2, … players switched, on the samples that chose them.
-        judged: (count,) the same on the samples that did not.
+        names: of the players.
+        paths: indices of the players that each half of the samples chose.
         chosen_interval, judged_interval: over samples.
     """
 
+    SECTION = "greedy path"
+
+    names: tuple[str, ...]
     paths: tuple[tuple[int, ...], tuple[int, ...]]
-    chosen: Floats
+    chosen: Floats = column("change with 0, 1, 2, … players switched, on the samples that chose them", dims=_COUNTS)
     chosen_interval: Band
-    judged: Floats
+    judged: Floats = column("the same on the samples that did not choose them", dims=_COUNTS)
     judged_interval: Band
 
+    @derived(key="paths")
+    def player_paths(self) -> list[list[str]]:
+        """Players that each half of the samples chose, in their order."""
+        return [[self.names[index] for index in path] for path in self.paths]
 
-def shapley(measured: Measured, outcome: str, orders: Orders | None) -> Shapley:
-    """Values from drawn orders; from all subsets where they are None."""
+    @derived()
+    def chosen_intervals(self) -> list[Scalar]:
+        """Intervals of `chosen`, over samples."""
+        return [interval_at(self.chosen_interval, count) for count in range(len(self.chosen))]
+
+    @derived()
+    def judged_intervals(self) -> list[Scalar]:
+        """Intervals of `judged`, over samples."""
+        return [interval_at(self.judged_interval, count) for count in range(len(self.judged))]
+
+    def steps(self) -> list[GreedyStep]:
+        """Return the rows of both curves; nothing is switched in the first, which has no interval."""
+        first, second = (["", *path] for path in self.player_paths)
+        return [
+            GreedyStep(
+                first=first[count],
+                second=second[count],
+                chosen=float(self.chosen[count]),
+                chosen_interval=self.chosen_intervals[count] if count else None,
+                judged=float(self.judged[count]),
+                judged_interval=self.judged_intervals[count] if count else None,
+            )
+            for count in range(len(self.chosen))
+        ]
+
+
+def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> Shapley:
+    """Return values from drawn orders; from all subsets where they are None."""
     players = len(measured.game.players)
-    nobody, everybody = frozenset[int](), measured.game.everybody
+    everybody = measured.game.everybody
     passed = coalition.needed(players, orders)
-    values = all_of(measured, passed, outcome)
-    baseline = values[nobody]
+    values = coalition_outcomes(measured, passed, outcome)
+    baseline = values[frozenset[int]()]
     if orders is None:
-        found, sampling = coalition.exact(values, players), np.zeros(players)
+        per_sample, sampling = coalition.exact(values, players), np.zeros(players)
     else:
         each = coalition.marginals(values, orders)
-        found, sampling = each.mean(axis=0), sampling_error(each, scale(baseline, outcome))
-    value, interval = change(found, baseline, outcome)
+        per_sample, sampling = each.mean(axis=0), sampling_error(each, scale(baseline, outcome))
+    value, value_interval = change(per_sample, baseline, outcome)
     total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
-    drawn = 0 if orders is None else len(orders)
-    ends = [Shift.of(one(values, players), baseline, outcome) for one in (coalition.alone, coalition.last)]
-    return Shapley(value, interval, sampling, float(total[0]), at(total_interval, 0), drawn, len(passed), found, *ends)
+    alone, last = (Shift.of(end(values, players), baseline, outcome) for end in (coalition.alone, coalition.last))
+    return Shapley(
+        names=tuple(map(str, measured.game.players)),
+        value=value,
+        interval=value_interval,
+        sampling=sampling,
+        total=float(total[0]),
+        total_interval=interval_at(total_interval, 0),
+        permutations=0 if orders is None else len(orders),
+        coalitions=len(passed),
+        per_sample=per_sample,
+        alone=alone,
+        last=last,
+    )
 
 
-def greedy(measured: Measured, outcome: str, paths: Sequence[Path]) -> Greedy:
-    """The curves of two paths, which choose on one half of the samples and are judged on the other."""
+def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[Path]) -> Greedy:
+    """Return the curves of two paths, which choose on one half of the samples and are judged on the other."""
     baseline = measured.coalition(frozenset(), outcome)
 
-    def value(coalition: Coalition, places: NDArray[np.int64]) -> Floats:
-        return measured.only(places).coalition(coalition, outcome)
+    def value(coalition: Coalition, indices: NDArray[np.int64]) -> Floats:
+        return measured.only(indices).coalition(coalition, outcome)
 
     chosen, judged = coalition.greedy_curves(paths, value, len(baseline))
     first, second = (change(curve - baseline, baseline, outcome) for curve in (chosen, judged))
     both = (tuple(paths[0].chosen), tuple(paths[1].chosen))
-    return Greedy(both, first[0], first[1], second[0], second[1])
+    return Greedy(tuple(map(str, measured.game.players)), both, first[0], first[1], second[0], second[1])
 
 
 def sampling_error(each: Floats, unit: float) -> Floats:
-    """(player,) half a 95 % interval, over drawn pairs of orders, of the mean of (order, player, sample) marginals.
+    """Return (player,) half a 95 % interval, over pairs of orders, of the mean of (order, player, sample) marginals.
 
     Student's t of the pairs' means, whose sums over samples are divided by `unit`.
     """
@@ -234,140 +353,92 @@ def sampling_error(each: Floats, unit: float) -> Floats:
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
 
-@dataclass(frozen=True)
-class Named:
+@record
+class NamedMixture(Record):
     """One mixture against the baseline's kept sets everywhere.
 
     Attributes:
-        name: as it was asked for.
         mixture: who has which kept set.
-        held: entries of its cache over those of the full one, mean over samples.
-        heads: propagated L1 perturbation, head by head.
-        drift_ratio: Σ over samples of the last layer's drift over the baseline's.
-        kl: of the next token.
-        top1: share of samples whose next token is the full run's.
-        score: mean of the answers'; NaN where none was asked for.
-        score_change: over the baseline's, likewise.
     """
 
-    name: str
+    SECTION = "mixture"
+
+    name: str = column("as it was given")
     mixture: Mixture
-    held: float
-    heads: HeadKind
-    drift_ratio: float
-    drift_ratio_interval: Scalar
-    kl: Divergence
-    top1: float
-    score: float
-    score_change: float
-    score_change_interval: Scalar
+    cache_share: float = column(
+        "entries of its cache over those of the full one, mean over samples",
+        key="held_over_full",
+        heading="#cache\nshare",
+    )
+    heads: HeadKind = column("over the baseline everywhere", key="propagated")
+    drift_ratio: float = column(
+        "Σ over samples of the last layer's drift over the baseline's", heading="#last layer's\ndrift"
+    )
+    drift_ratio_interval: Scalar = interval()
+    kl_median: float = column(
+        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL", text=text.significant
+    )
+    kl_median_interval: Scalar = interval()
+    top1: float = column("share of samples whose next token is the full run's", unit="share")
+    score: float = column("of the answers, mean; null where no answers were generated", unit="share", heading="#score")
+    score_change: float = column("score over the baseline's, a difference")
+    score_change_interval: Scalar = interval()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = {
-            "name": self.name,
-            "mixture": str(self.mixture),
-            "held_over_full": self.held,
-            "propagated": self.heads.to_dict(),
-            "drift_ratio": self.drift_ratio,
-            "drift_ratio_interval": self.drift_ratio_interval,
-            "kl_median": self.kl.median,
-            "kl_median_interval": self.kl.interval,
-            "top1": self.top1,
-            "score": self.score,
-            "score_change": self.score_change,
-            "score_change_interval": self.score_change_interval,
-        }
-        numbers: dict[str, Any] = plain(found)
-        return numbers
+    @derived(key="mixture")
+    def letters(self) -> str:
+        """A letter per measured layer, `b` or `t` by whose kept sets it has; where heads differ `(0110)`, 1 as `t`."""
+        return str(self.mixture)
 
 
-def named(measured: Measured, name: str, mixture: Mixture) -> Named:
-    """What a mixture does; equal kept sets are ties (METHOD: the protocol, 4)."""
+def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> NamedMixture:
+    """Return the comparison of a mixture with the baseline; equal kept sets are ties (METHOD: the protocol, 4)."""
     none = measured.game.none
     first = measured.heads(none)
     second = np.where(_same(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
     floors, norms = (measured.of_heads(kind) for kind in ("head_floors", "head_norms"))
-    drift = _change(measured, mixture, "drift")
-    score = _change(measured, mixture, "score")
-    return Named(
+    drift, drift_interval = _mixture_change(measured, mixture, "drift")
+    score_change, score_interval = _mixture_change(measured, mixture, "score")
+    kl, kl_interval = median_kl(measured, mixture)
+    return NamedMixture(
         name=name,
         mixture=mixture,
-        held=float(np.mean([row.held for row in measured.rows(mixture)])),
+        cache_share=measured.cache_share(mixture),
         heads=compare_kind(first, second, floors, norms, np.zeros(first.shape[1:], dtype=bool)),
-        drift_ratio=drift[0] + 1,
-        drift_ratio_interval=_shifted(drift[1]),
-        kl=divergence(measured, mixture),
+        drift_ratio=drift + 1,
+        drift_ratio_interval=_shifted(drift_interval),
+        kl_median=kl,
+        kl_median_interval=kl_interval,
         top1=float(measured.outcome(mixture, "top1").mean()),
         score=float(measured.outcome(mixture, "score").mean()),
-        score_change=score[0],
-        score_change_interval=score[1],
+        score_change=score_change,
+        score_change_interval=score_interval,
     )
 
 
-def divergence(measured: Measured, mixture: Mixture) -> Divergence:
-    """KL of a mixture: its median over samples."""
-    found = measured.outcome(mixture, "kl")[:, None]
-    return Divergence(float(np.median(found)), at(intervals.of_medians(found), 0))
+def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, Scalar]:
+    """Return the median over samples of a mixture's KL, with its interval."""
+    each = measured.outcome(mixture, "kl")[:, None]
+    return float(np.median(each)), interval_at(intervals.of_medians(each), 0)
 
 
-def _change(measured: Measured, mixture: Mixture, outcome: str) -> tuple[float, Scalar]:
+def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, Scalar]:
     baseline = measured.outcome(measured.game.none, outcome)
     if np.isnan(baseline).any():
         return float("nan"), None
-    value, interval = change((measured.outcome(mixture, outcome) - baseline)[None], baseline, outcome)
-    return float(value[0]), at(interval, 0)
+    value, ends = change((measured.outcome(mixture, outcome) - baseline)[None], baseline, outcome)
+    return float(value[0]), interval_at(ends, 0)
 
 
 def _shifted(interval: Scalar) -> Scalar:
-    """An interval of a ratio out of that of a change."""
-    return None if interval is None else intervals.Interval(interval.low + 1, interval.high + 1, interval.kind)
+    """Return an interval of a ratio out of that of a change."""
+    return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)
 
 
-def _same(measured: Measured, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
-    """(sample, layer, head) True where the head's set and all of earlier layers are the baseline's."""
+def _same(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
+    """Return (sample, layer, head) True where the head's set and all of earlier layers are the baseline's."""
     treated = np.array(mixture.layers)
     equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
     equal = np.repeat(equal, heads // equal.shape[-1], axis=-1)
     layers = np.logical_and.accumulate(equal.all(axis=2), axis=1)
     before = np.concatenate([np.ones((len(equal), 1), dtype=bool), layers[:, :-1]], axis=1)
     return np.asarray(equal & before[:, :, None])
-
-
-@dataclass(frozen=True, repr=False)
-class Found:
-    """What switching kept sets from a baseline's to a treatment's does, player by player.
-
-    Attributes:
-        baseline, treatment: the configurations.
-        asked: the question.
-        game: its players, and mixtures that were asked for by name.
-        baseline_kl: of the baseline everywhere.
-        held: entries of the baseline's cache over those of the full one.
-        shapley: None where no order was asked for.
-        greedy: None where it was not asked for, or a single sample could not judge itself.
-        named: the treatment everywhere, then what was asked for.
-        same: share of kept sets that both sides agree in.
-        sample_ids: of the samples behind all numbers.
-        failures: sample -> why it could not be measured.
-        identity: of the run.
-    """
-
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    asked: SwapConfig
-    game: Game
-    baseline_kl: Divergence
-    held: float
-    shapley: Shapley | None
-    greedy: Greedy | None
-    named: tuple[Named, ...]
-    same: float
-    sample_ids: tuple[str, ...]
-    failures: Mapping[str, str]
-    identity: RunIdentity
-
-    @property
-    def names(self) -> list[str]:
-        """Of the players."""
-        return list(map(str, self.game.players))

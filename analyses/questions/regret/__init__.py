@@ -1,1 +1,1 @@
-"""How far each method is from the best kept set."""
+"""The question `regret`: how far is each method from the best kept set."""

@@ -1,191 +1,172 @@
-"""How far is each method from the best kept set, and is it the criterion or the unknown query that costs?."""
+"""The gap between each method and the best kept set, and whether the criterion or the unknown query makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, Record, column, record, table
 from perturbkv.analyses.identity import RunIdentity, of_run
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.pairing import counted, folded
-from perturbkv.analyses.questions.regret.regret_rows import Part, Regret, parts_of
+from perturbkv.analyses.pairing import common, counted
+from perturbkv.analyses.questions.regret.optimality_gap import OptimalityGap, SearchedPart, searched_parts
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.arithmetic import plain
-from perturbkv.analyses.text import factor, over, sentence
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
-from perturbkv.optimum import chain
+from perturbkv.analyses.text import factor, sample_note, sentence
+from perturbkv.display import Part
 from perturbkv.optimum.search import PROMPT, FoundSets
 
 ANALYSIS = "regret"
-_COLUMNS = ("", "#heads", "#Σ of all\nheads", "#median\nhead", "#mean\nfactor")
-_PARTS = ("", "#heads", "#mean\nfactor", "#pooling,\nstages", "#query\nunknown", "#criterion")
-_NAME = 13
-"""Width of a name at which four ranges fit beside it."""
+_RATIOS = ("sum_ratio", "median_ratio", "half")
 
 
-@dataclass(frozen=True, repr=False)
-class RegretResult(Result):
-    """Every part.
+@record
+class SearchSettings(Record):
+    """The settings of the searches."""
+
+    SECTION = "searches"
+
+    heads: int = column("of each prompt, by swaps")
+    proven: int = column("of each prompt's prefix, by integer programs")
+    seconds: float = column("at most for each head and search", unit="s")
+    prefix: int = column("tokens of a prefix")
+    budget: int = column("entries that the sets of a prefix keep, the window in it")
+    window: int = column("of the sets of a prefix")
+    seed: int = column("of the draws")
+
+
+@record
+class Regret(Result):
+    """The optimality gaps of methods, on whole prompts and on prefixes.
 
     Attributes:
-        identity: which run this is.
-        samples: their names.
-        parts: whole prompts by budget, then the prefixes.
-        asked: how heads were searched.
+        identity: of the run.
     """
 
+    SECTION = "question regret"
+    DOCUMENT = "of measurements"
+    SHOWN = ("factor", "form", "query", "criterion")
+    FIRST = "method"
+
     identity: RunIdentity
-    samples: tuple[str, ...]
-    parts: tuple[Part, ...]
-    asked: Mapping[str, Any]
+    samples: tuple[str, ...] = column("ids")
+    parts: tuple[SearchedPart, ...] = column("whole prompts by budget, then the prefixes")
+    searches: SearchSettings = column("how heads were searched")
 
     def conclusion(self) -> str:
-        """By which factor each method misses the best known set, and what of it is the query's."""
-        told = [self.parts[0].regrets[place] for place in _asked(self.parts[0])] if self.parts else []
-        if not told:
+        """Return by which factor each method misses the best known set, and how much of it is the query's."""
+        part = self.parts[0] if self.parts else None
+        methods = [] if part is None else [part.methods[index] for index in part.principal() if part.methods]
+        if part is None or not methods:
             return "No head loses more than rounding under every kept set of its size."
-        names = named([one.config for one in told])
-        verbs = [" perturbs", *[""] * (len(told) - 1)]
+        names = [part.names[index] for index in part.principal()]
+        verbs = [" perturbs", *[""] * (len(methods) - 1)]
         missed = ", ".join(
-            f"{name}{verb} {factor(one.factor.value, one.factor.interval)}"
-            for name, verb, one in zip(names, verbs, told, strict=True)
+            f"{name}{verb} {factor(method.factor.value, method.factor.interval)}"
+            for name, verb, method in zip(names, verbs, methods, strict=True)
         )
-        said = f"{missed} what the best known set of the same size does{_parts_of(names[-1], told[-1])}"
-        return sentence(f"{said} (isolated, geometric means; {over(self.identity.samples)})", *names)
+        clause = f"{missed} what the best known set of the same size does{_decomposition(names[-1], methods[-1])}"
+        return sentence(f"{clause} (isolated, geometric means; {sample_note(self.identity.samples)})", *names)
 
-    def tables(self) -> list[Table | str]:
-        """Of each part every method's ratios, what they are made of, and what was proven."""
-        found: list[Table | str] = []
-        for part in self.parts:
-            found += [_table(part), *self._made_of(part), _searched(part)]
-        return found
+    def title(self) -> str:
+        """Return the ratio that the table shows, and what all methods share."""
+        configs = [config for part in self.parts for config in part.configs]
+        return f"isolated L1 over that of the best known set: {common(configs)}"
 
-    def _made_of(self, part: Part) -> list[Table]:
-        """The mean factors of methods that a hindsight ranks like, taken apart."""
-        names = named(part.configs)
-        rows = [
-            row
-            for place in _asked(part)
-            if _known(part.regrets[place])
-            for row in [[folded(names[place], _NAME), *_factors(part.regrets[place])], *self._by_layer(part, place)]
+    def lines(self) -> Sequence[Line]:
+        """Return a line per part, and one per method of it."""
+        return [
+            line
+            for part in self.parts
+            for line in _method_lines(part.name, part, range(len(part.methods)), part.methods)
         ]
-        title = f"{part.where}: mean factor = pooling, stages × query unknown × criterion"
-        return [Table(title, _PARTS, rows)] if rows else []
 
-    def _by_layer(self, part: Part, place: int) -> list[list[str]]:
-        """Of prompts a method's heads of the first layer, and all others, where both were drawn."""
-        if part.part != PROMPT or not (part.first and part.others):
-            return []
-        apart = ((f"layer {self.identity.layer(0)}", part.first), ("others", part.others))
-        return [[f"· {where}", *_factors(found[place])] for where, found in apart]
+    def tables(self) -> Sequence[Part]:
+        """Return the table, where heads were searched that lose anything."""
+        return [self.table()] if self._known() else []
 
-    def notes(self) -> str:
-        """What columns mean."""
-        return (
-            f"{text.about_intervals(self.identity.samples, medians=True)} Isolated L1 of a method's set over "
-            "that of the best set known of the same head and size, which knows the query; the window stays, and what "
-            "all protect. Pooling, stages: over Top-k of the window's unpooled mean A, of two-stage A ν; query "
-            "unknown: that over Top-k of the realised one; the criterion: that over the best. Swaps exchange entries "
-            "of the best set given until none helps; integer programs (HiGHS in Dinkelbach's iteration) prove a bound. "
-            "Heads are drawn anew for each prompt, and counted over all; a row without ends rests on one prompt's. A "
-            f"prefix: the prompt's first token and {self.asked['prefix'] - 1} of its middle."
-        )
+    def interval_note(self) -> str:
+        """Return the line on n and intervals."""
+        return text.intervals_note(self.identity.samples, medians=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        found: dict[str, Any] = plain(
-            {"samples": self.samples, "searches": self.asked, "parts": [part.to_dict() for part in self.parts]}
-        )
-        return found
+    def caveats(self) -> Sequence[str]:
+        """Return in how many heads the best set is proven."""
+        closed, heads = (sum(getattr(part, name) for part in self.parts) for name in ("closed", "heads"))
+        return [f"The best set is proven in {closed:,} of {heads:,} heads, elsewhere the best known one."]
+
+    def explain(self) -> list[Part]:
+        """Return what every column means and the further tables; nothing where no head loses anything."""
+        return super().explain() if self._known() else []
+
+    def details(self) -> Sequence[Part]:
+        """Return the ratios of sums and medians, the first layer apart from the others, and how heads were searched."""
+        return [
+            *(detail for part in self.parts for detail in self._part_details(part)),
+            "Mean factor = pooling, stages × query unknown × criterion. Pooling, stages: over Top-k of the window's "
+            "unpooled mean A, of two-stage A ν; query unknown: that over Top-k of the realised one; criterion: that "
+            "over the best set, which knows the query. The window stays, and what all protect. Swaps exchange entries "
+            "of the best given set until none helps; integer programs (HiGHS in Dinkelbach's iteration) prove a bound. "
+            "Heads are drawn anew for each prompt; a row without ends rests on one prompt's. A prefix: the prompt's "
+            f"first token and {self.searches.prefix - 1} of its middle.",
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per sample, part, head and method: L1, the best known, and the bound below which no set lies."""
+        """Return a row per sample, part, head and method: L1, the best known, the bound below which no set lies."""
         return [
             {
                 **columns_of(config), "sample": sample, "part": part.part,
                 "layer": self.identity.layer(row["layer"]), "head": row["head"],
-                "perturbation": row["perturbation"][place],
+                "perturbation": row["perturbation"][index],
                 **{name: row[name] for name in ("kept", "improved", "best", "lower", "closed", "settled")},
             }
             for part in self.parts
             for sample, rows in zip(self.samples, part.rows, strict=True)
             for row in rows
-            for place, config in enumerate(part.configs)
+            for index, config in enumerate(part.configs)
         ]  # fmt: skip
 
+    def _known(self) -> bool:
+        return any(part.methods for part in self.parts)
 
-def regret_of(found: FoundSets) -> RegretResult:
-    """What searches say of every method (METHOD: the quantities): isolated L1 over that of the best known kept set."""
-    return RegretResult(
-        identity=of_run(found.run, found.made_with, len(found.rows), "sets", found.digest),
-        samples=tuple(str(row["sample"]) for row in found.rows),
-        parts=parts_of(found),
-        asked=found.asked,
+    def _part_details(self, part: SearchedPart) -> list[Part]:
+        lines = _method_lines(part.name, part, range(len(part.methods)), part.methods)
+        ratios = [table("isolated L1 over the best known set's", lines, _RATIOS, self.FIRST)] if lines else []
+        return [*ratios, *self._by_layer(part), part.summary()]
+
+    def _by_layer(self, part: SearchedPart) -> list[Part]:
+        """Return the first layer's heads apart from the others', of whole prompts where both were drawn."""
+        if part.part != PROMPT or not (part.first_layer and part.other_layers):
+            return []
+        layer = self.identity.layer(0)
+        chosen = [index for index in part.principal() if part.methods[index].decomposed]
+        lines = [
+            line
+            for name, methods in ((f"layer {layer}", part.first_layer), ("other layers", part.other_layers))
+            for line in _method_lines(name, part, chosen, methods)
+        ]
+        return [table(f"{part.name}: by layer", lines, self.SHOWN, self.FIRST)] if chosen else []
+
+
+def regret_of(sets: FoundSets) -> Regret:
+    """Return the optimality gap of every method (METHOD: the quantities): isolated L1 over the best known set's."""
+    return Regret(
+        identity=of_run(sets.run, sets.made_with, len(sets.rows), "sets", sets.digest),
+        samples=tuple(str(row["sample"]) for row in sets.rows),
+        parts=searched_parts(sets),
+        searches=SearchSettings(**sets.asked),
     )
 
 
-def named(configs: Sequence[EvictionConfig]) -> list[str]:
-    """Each method as it is written: its selection, behind its policy where there are several."""
-    several = len({config.policy.name for config in configs}) > 1
-    return [f"{config.policy}:{config.selection}" if several else str(config.selection) for config in configs]
+def _method_lines(name: str, part: SearchedPart, chosen: Sequence[int], methods: Sequence[OptimalityGap]) -> list[Line]:
+    """Return a line that says what heads these are and how many, and a line per method; none without methods."""
+    heads = [Line(f"{name}: {counted(methods[0].heads, 'head')}", ())] if methods else []
+    return [*heads, *(Line(part.names[index], (methods[index],)) for index in chosen)]
 
 
-def _table(part: Part) -> Table:
-    names = named([one.config for one in part.regrets])
-    rows = [
-        [
-            folded(name, 20),
-            f"{one.heads:,}",
-            text.decimal(one.sum_ratio, one.sum_ratio_interval, apart="\n"),
-            text.decimal(one.median_ratio, one.median_ratio_interval, apart="\n"),
-            text.decimal(one.factor.value, one.factor.interval, apart="\n"),
-        ]
-        for name, one in zip(names, part.regrets, strict=True)
-    ]
-    return Table(f"{part.setting}: isolated L1 over that of the best known set", _COLUMNS, rows)
-
-
-def _asked(part: Part) -> list[int]:
-    """Places of the methods that a part is about: whose parts are known, and that are no part of another's chain.
-
-    Where there is none, of all that do not know the query.
-    """
-    free = [place for place, one in enumerate(part.regrets) if one.config.selection.name not in chain.KNOWING]
-    own = [place for place in free if _known(one := part.regrets[place]) and chain.plain(one.config) != one.config]
-    return own or free
-
-
-def _known(one: Regret) -> bool:
-    """Whether what its factor is made of is known."""
-    return one.query.value == one.query.value
-
-
-def _parts_of(name: str, one: Regret) -> str:
-    """What a method's factor is made of, where that is known."""
-    if not _known(one):
+def _decomposition(name: str, method: OptimalityGap) -> str:
+    """Return the parts of a method's factor, where they are known."""
+    if not method.decomposed:
         return ""
-    form, query, criterion = (factor(part.value, part.interval) for part in (one.form, one.query, one.criterion))
+    parts = (method.form, method.query, method.criterion)
+    form, query, criterion = (factor(part.value, part.interval) for part in parts)
     return f"; of {name}'s, {form} is pooling and stages, {query} not knowing the query and {criterion} the criterion"
-
-
-def _factors(one: Regret) -> list[str]:
-    """Of how many heads, L over the best's, and its three parts."""
-    parts = (one.factor, one.form, one.query, one.criterion)
-    return [f"{one.heads:,}", *(text.decimal(each.value, each.interval, apart="\n") for each in parts)]
-
-
-def _searched(part: Part) -> str:
-    """How many heads, and how sure their best sets are."""
-    said = [f"{counted(part.heads, 'head')} searched, no swap helps any more in {part.settled}"]
-    if part.tried:
-        open_heads = part.tried - part.closed
-        said.append(f"the best set is proven in {part.closed} of {part.tried}, where swaps alone had found it in "
-                    f"{part.at_optimum}")  # fmt: skip
-        if open_heads:
-            said.append(f"of {open_heads} not proven the bound is up to {text.percent(part.gap)} lower")
-    if part.left_out:
-        said.append(f"{counted(part.left_out, 'head')} left out, whose best set loses nothing but rounding")
-    return "; ".join(said) + "."

@@ -1,1 +1,1 @@
-"""Is a head hurt by how much goes or by what goes."""
+"""The question `split`: is a head hurt by how much attention goes, or by what goes."""

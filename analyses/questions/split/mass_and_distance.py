@@ -1,6 +1,7 @@
-"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head: how much goes, and how unlike what stays it is (METHOD: the split).
+"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head, and what a stored mean of the evicted entries wins back.
 
-What a stored mean of the entries that went wins back: corrected configurations against the same uncorrected.
+A head loses by how much attention goes, 1 − S, and by how unlike the rest it is, D = ‖μ_gone − μ_kept‖₁ (METHOD: the
+split). Corrected configurations are compared with the same uncorrected.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import with_floor
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.measurements import Floats, at_step, values
-from perturbkv.analyses.outcomes import Outcome, Outcomes, divergence
-from perturbkv.analyses.pairing import common
+from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, divergence
+from perturbkv.analyses.pairing import OfPair, common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, Kind, Scalar, share_of
@@ -29,11 +31,11 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "split"
 WHOLE = 1e-12
-"""1 − S up to here is what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
+"""Smaller 1 − S are what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
 _EQUAL = 1e-9
-"""Of a ratio's logarithm: nearer to 1 two heads are equal, whatever rounding says."""
+"""Logarithms of ratios up to here are rounding: the two heads are equal."""
 SIGNED = Kind(RATIO.freedom)
-"""Parts of a variance, of which one can be negative: as unsure as a ratio, on the plain scale."""
+"""Parts of a variance, one of which can be negative: as uncertain as a ratio, on the plain scale."""
 
 
 @dataclass(frozen=True)
@@ -54,63 +56,55 @@ class Parts:
         return np.asarray(self.loss - self.mass)
 
     @property
-    def held(self) -> NDArray[np.bool_]:
+    def known(self) -> NDArray[np.bool_]:
         """(sample, layer, head) True where all three are numbers."""
         return ~np.isnan(self.loss)
 
 
-def parts(trace: Trace, config: EvictionConfig, step: int) -> Parts:
-    """Of one configuration of a trace. A head is left out where 1 − S is rounding, or L below its noise floor.
+def parts(measured: Measurements, config: EvictionConfig) -> Parts:
+    """Return the parts of one configuration, without heads of which 1 − S is rounding, or L below its noise floor.
 
     Raises TraceError for what the trace lacks.
     """
-    place = trace.config_index(config.label())
-    found, floor = with_floor(trace, "isolated", "l1", step)
-    mass = 1 - values(trace, "retained_mass", ANALYSIS, step)[:, place]
-    there = (mass > WHOLE) & (found[:, place] > floor)
-    logs = (np.log(np.where(there, part, np.nan)) for part in (found[:, place], mass))
+    index = measured.index(config)
+    loss, floor = with_floor(measured, "isolated", "l1")
+    mass = 1 - measured["retained_mass"][:, index]
+    there = (mass > WHOLE) & (loss[:, index] > floor)
+    logs = (np.log(np.where(there, part, np.nan)) for part in (loss[:, index], mass))
     return Parts(*logs)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """What tells the heads of one sample apart: Var(log L) = Var(log(1 − S)) + Var(log D) + 2 Cov. Means over samples.
+@record
+class Spread(Record):
+    """Why the heads of a sample differ: Var(log L) = Var(log(1 − S)) + Var(log D) + 2 Cov. Means over samples."""
 
-    Attributes:
-        config: the configuration.
-        deviation: of log L over a sample's heads.
-        mass, difference, both: the three parts as shares of Var(log L), which sum to 1; `both` is 2 Cov.
-        by_mass: (Var(log(1 − S)) + Cov) / Var(log L): the mass' share where the common part is halved.
-        correlation: of log(1 − S) and log D.
-        heads: of which these are, all samples'.
-        left_out: heads of all samples of which nothing went, or too little to tell it from rounding.
-    """
+    SECTION = "split spread"
 
-    config: EvictionConfig
-    deviation: float
-    deviation_interval: Scalar
-    mass: float
-    mass_interval: Scalar
-    difference: float
-    difference_interval: Scalar
-    both: float
-    both_interval: Scalar
-    by_mass: float
-    by_mass_interval: Scalar
-    correlation: float
-    correlation_interval: Scalar
-    heads: int
-    left_out: int
+    config: EvictionConfig = column("an uncorrected configuration")
+    deviation: float = column("standard deviation of log L over a sample's heads", heading="#sd of\nlog L")
+    deviation_interval: Scalar = interval()
+    mass: float = column("Var(log(1 − S)) over Var(log L)", unit="share", heading="#Var\nlog(1−S)")
+    mass_interval: Scalar = interval()
+    difference: float = column("Var(log D) over Var(log L)", unit="share", heading="#Var\nlog D")
+    difference_interval: Scalar = interval()
+    both: float = column("2 Cov over Var(log L): with the other two it makes 1", unit="share", heading="#2 Cov")
+    both_interval: Scalar = interval()
+    by_mass: float = column("`mass` and half of `both`", unit="share", heading="#by mass")
+    by_mass_interval: Scalar = interval()
+    correlation: float = column("Pearson's correlation of log(1 − S) and log D over heads")
+    correlation_interval: Scalar = interval()
+    heads: int = column("heads of all samples that these are of")
+    left_out: int = column("heads of which nothing goes, or too little to tell from rounding")
 
 
-def spread(config: EvictionConfig, found: Parts) -> Spread:
-    """The parts of the variance over heads, of each sample that has two heads that differ; NaN where none has."""
-    each = np.array([_variances(*sides) for sides in zip(found.mass, found.difference, strict=True)])
+def spread(config: EvictionConfig, logs: Parts) -> Spread:
+    """Return the parts of the variance over heads, of each sample that has two heads that differ; NaN if none has."""
+    each = np.array([_variances(*sides) for sides in zip(logs.mass, logs.difference, strict=True)])
     first, second, twice = each.T
     whole = first + second + twice
     whole = np.where(whole > 0, whole, np.nan)
     product = np.sqrt(first * second)
-    told = {
+    numbers = {
         "deviation": (np.sqrt(whole), RATIO),
         "mass": (first / whole, RATIO),
         "difference": (second / whole, RATIO),
@@ -118,83 +112,83 @@ def spread(config: EvictionConfig, found: Parts) -> Spread:
         "by_mass": ((first + twice / 2) / whole, SIGNED),
         "correlation": (twice / 2 / np.where(product > _EQUAL, product, np.nan), CORRELATION),
     }
-    means: dict[str, Any] = {name: _mean(numbers) for name, (numbers, _) in told.items()}
-    means |= {f"{name}_interval": intervals.of_mean(numbers, kind) for name, (numbers, kind) in told.items()}
-    heads = int(found.held.sum())
-    return Spread(config=config, **means, heads=heads, left_out=found.held.size - heads)
+    means: dict[str, Any] = {name: _mean(values) for name, (values, _) in numbers.items()}
+    means |= {f"{name}_interval": intervals.of_mean(values, kind) for name, (values, kind) in numbers.items()}
+    heads = int(logs.known.sum())
+    return Spread(config=config, **means, heads=heads, left_out=logs.known.size - heads)
 
 
 def _variances(mass: Floats, difference: Floats) -> tuple[float, float, float]:
-    """Var(log(1 − S)), Var(log D) and 2 Cov over the heads of one sample, (layer, head) each."""
-    held = ~np.isnan(mass)
-    if held.sum() < 2:
+    """Return Var(log(1 − S)), Var(log D) and 2 Cov over the heads of one sample, (layer, head) each."""
+    known = ~np.isnan(mass)
+    if known.sum() < 2:
         return np.nan, np.nan, np.nan
-    (first, common), (_, second) = np.cov(mass[held], difference[held], bias=True)
+    (first, common), (_, second) = np.cov(mass[known], difference[known], bias=True)
     return float(first), float(second), float(2 * common)
 
 
 def _mean(per_sample: Floats) -> float:
-    held = per_sample[~np.isnan(per_sample)]
-    return float(held.mean()) if len(held) else float("nan")
+    known = per_sample[~np.isnan(per_sample)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
-@dataclass(frozen=True)
-class Contest:
-    """One configuration over another of the same budget: L's ratio is the product of the other two, exactly.
+@record
+class Contest(OfPair, Record):
+    """One configuration over another of the same budget: L's ratio is the product of the other two, exactly."""
 
-    Attributes:
-        baseline, treatment: the configurations.
-        loss, mass, difference: ratios of L, 1 − S and D: geometric means over the heads of each sample, then over
-            samples.
-        mass_falls, difference_falls: share of heads in which 1 − S, or D, is smaller than the baseline's.
-        heads: of all samples, in which both are told; `left_out` the others.
-    """
+    SECTION = "split contest"
 
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-    loss: float
-    loss_interval: Scalar
-    mass: float
-    mass_interval: Scalar
-    difference: float
-    difference_interval: Scalar
-    mass_falls: float
-    mass_falls_interval: Scalar
-    difference_falls: float
-    difference_falls_interval: Scalar
-    heads: int
-    left_out: int
+    baseline: EvictionConfig = column("what is compared with")
+    treatment: EvictionConfig = column("what is compared")
+    loss: float = column("L, isolated, over the baseline's: geometric mean of heads, then of samples", heading="#L")
+    loss_interval: Scalar = interval()
+    mass: float = column("1 − S over the baseline's, likewise; `loss` is `mass` times `difference`", heading="#1 − S")
+    mass_interval: Scalar = interval()
+    difference: float = column("D over the baseline's, likewise", heading="#D")
+    difference_interval: Scalar = interval()
+    mass_falls: float = column(
+        "share of heads whose 1 − S is below the baseline's, mean over samples", unit="share",
+        heading="#heads where\n1−S falls",
+    )  # fmt: skip
+    mass_falls_interval: Scalar = interval()
+    difference_falls: float = column(
+        "share of heads whose D is below the baseline's, mean over samples", unit="share",
+        heading="#heads where\nD falls",
+    )  # fmt: skip
+    difference_falls_interval: Scalar = interval()
+    heads: int = column("heads of all samples in which both sides lose something")
+    left_out: int = column("the other heads")
 
 
-def contest(trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, step: int) -> Contest:
-    """Two configurations of a trace; heads that keep the same entries in both are equal, whatever rounding says.
+def contest(measured: Measurements, baseline: EvictionConfig, treatment: EvictionConfig) -> Contest:
+    """Return a pair's contest; heads that keep the same entries in both are equal, whatever rounding says.
 
     Raises TraceError for what the trace lacks.
     """
-    first, second = parts(trace, baseline, step), parts(trace, treatment, step)
-    same = equal_isolated(trace, *(trace.config_index(one.label()) for one in (baseline, treatment)))
-    held = first.held & second.held
+    first, second = parts(measured, baseline), parts(measured, treatment)
+    same = equal_isolated(measured.trace, measured.index(baseline), measured.index(treatment))
+    known = first.known & second.known
     logs = {
-        name: np.where(held, np.where(same, 0, getattr(second, name) - getattr(first, name)), np.nan)
+        name: np.where(known, np.where(same, 0, getattr(second, name) - getattr(first, name)), np.nan)
         for name in ("loss", "mass", "difference")
     }
-    found = {name: _geometric(each) for name, each in logs.items()}
-    falls = {f"{name}_falls": _falling(logs[name], held) for name in ("mass", "difference")}
-    told: dict[str, Any] = {name: number for name, (number, _) in (found | falls).items()}
-    told |= {f"{name}_interval": interval for name, (_, interval) in (found | falls).items()}
-    heads = int(held.sum())
-    return Contest(baseline, treatment, **told, heads=heads, left_out=held.size - heads)
+    numbers = {name: _geometric(each) for name, each in logs.items()}
+    numbers |= {f"{name}_falls": _falling(logs[name], known) for name in ("mass", "difference")}
+    shown: dict[str, Any] = {name: number for name, (number, _) in numbers.items()}
+    shown |= {f"{name}_interval": interval for name, (_, interval) in numbers.items()}
+    heads = int(known.sum())
+    return Contest(baseline=baseline, treatment=treatment, **shown, heads=heads, left_out=known.size - heads)
 
 
 def _by_sample(each: Floats) -> Floats:
-    """(sample,) mean over the heads that have a number, of the samples that have one."""
+    """Return (sample,) means over the heads that have a number, of the samples that have one."""
     flat = each.reshape(len(each), -1)
     flat = flat[~np.isnan(flat).all(axis=1)]
     return np.asarray(np.nanmean(flat, axis=1))
 
 
 def _geometric(logs: Floats) -> tuple[float, Scalar]:
-    """The exponential of the mean over samples of each one's mean over heads."""
+    """Return the exponential of the mean over samples of each one's mean over heads."""
     each = _by_sample(logs)
     if not len(each):
         return float("nan"), None
@@ -202,111 +196,132 @@ def _geometric(logs: Floats) -> tuple[float, Scalar]:
     return float(np.exp(each.mean())), interval
 
 
-def _falling(logs: Floats, held: NDArray[np.bool_]) -> tuple[float, Scalar]:
-    """Mean over samples of each one's share of heads whose ratio is below 1."""
-    each = _by_sample(np.where(held, logs < -_EQUAL, np.nan))
+def _falling(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Scalar]:
+    """Return the mean over samples of each one's share of heads whose ratio is below 1."""
+    each = _by_sample(np.where(known, logs < -_EQUAL, np.nan))
     if not len(each):
         return float("nan"), None
     return float(each.mean()), intervals.of_mean(each, share_of(logs[0].size))
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What it costs that the mass of what went is predicted: L over that of the oracle, which knows it.
+@record
+class Prediction(Record):
+    """Cost of predicting the mass of the evicted entries: L over that of the oracle, which knows it."""
 
-    Attributes:
-        isolated, propagated: Σ over heads and samples; NaN where the oracle's is 0.
-    """
+    SECTION = "prediction"
 
-    isolated: float
-    isolated_interval: Scalar
-    propagated: float
-    propagated_interval: Scalar
+    isolated_cost: float = column(
+        "isolated L1 over the oracle's, summed over heads and samples; NaN where the oracle's is 0",
+        key="isolated",
+        heading="#isolated\n/ oracle",
+    )
+    isolated_cost_interval: Scalar = column("over samples", key="isolated_interval")
+    propagated_cost: float = column(
+        "propagated L1 over the oracle's, likewise", key="propagated", heading="#propagated\n/ oracle"
+    )
+    propagated_cost_interval: Scalar = column("over samples", key="propagated_interval")
 
 
-@dataclass(frozen=True)
+@record
 class Row(Outcome):
-    """One correction, against none.
+    """One correction, against none."""
 
-    Attributes:
-        kl_ratio: mean KL over the uncorrected one's mean, which single samples can carry.
-        kl_falls: share of samples whose KL is lower, by more than two noise floors.
-        prediction: against the oracle; None where the trace holds none, and of the oracle itself.
-    """
+    SECTION = "correction"
 
-    kl_ratio: float
-    kl_ratio_interval: Scalar
-    kl_falls: float
-    kl_falls_interval: Scalar
-    prediction: Prediction | None
+    kl_ratio: float = column(
+        "mean KL over the uncorrected one's mean, which single samples can carry", heading="#mean KL\nover none"
+    )
+    kl_ratio_interval: Scalar = interval()
+    kl_falls: float = column(
+        "share of samples whose KL is below the baseline's by more than two noise floors", unit="share",
+        heading="#prompts of\nless KL",
+    )  # fmt: skip
+    kl_falls_interval: Scalar = column("exact")
+    prediction: Prediction | None = column(
+        "against the oracle; null where the trace holds none, and of the oracle itself"
+    )
 
-    @property
+    @derived()
     def name(self) -> str:
-        """The correction as it is written: `corrected(mass=stored)`."""
-        return str(self.compared.treatment.correction)
+        """The correction, as it is written: `corrected(mass=stored)`."""
+        return str(self.treatment.correction)
 
     @property
     def oracle(self) -> bool:
-        """Whether it knows what no method can know."""
-        return self.compared.treatment.correction.name == ORACLE
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, not yet plain."""
-        names = ("kl_ratio", "kl_ratio_interval", "kl_falls", "kl_falls_interval", "prediction")
-        return {**super().to_dict(), **{name: getattr(self, name) for name in names}}
+        """True for the oracle, which knows what no method can know."""
+        return self.treatment.correction.name == ORACLE
 
 
-class Setting(Outcomes[Row]):
+@record
+class Setting(OutcomeSetting):
     """One configuration and its corrections, methods first, the oracle last; the baseline is uncorrected."""
+
+    SECTION = "split setting"
+
+    baseline: EvictionConfig = column("the uncorrected configuration, which every row is compared with")
+    rows: tuple[Row, ...] = column("methods, then the oracle")
 
     @property
     def setting(self) -> str:
-        """What all rows share, in words."""
+        """The choices that all rows share, as a label writes them."""
         return common((self.baseline,))
 
+    def lines(self) -> Sequence[Line]:
+        """Return the line without correction, then one per correction with what predicting the mass costs."""
+        rows = [Line(row.name, (row, *([row.prediction] if row.prediction else []))) for row in self.rows]
+        return [Line("none (= 1)", (self,)), *rows]
 
-def settings(trace: Trace, shown: Sequence[EvictionConfig], step: int) -> tuple[Setting, ...]:
-    """Of each of the uncorrected configurations that are shown those that correct it; none where none does."""
-    found = ((config, _corrected(trace, config)) for config in shown)
-    return tuple(_setting(trace, config, others, step) for config, others in found if others)
+
+def settings(measured: Measurements, shown: Sequence[EvictionConfig], step: int) -> tuple[Setting, ...]:
+    """Return, for each uncorrected configuration that is shown, those that correct it; none where none does."""
+    groups = ((config, _corrected(measured.trace, config)) for config in shown)
+    return tuple(_setting(measured, config, corrected, step) for config, corrected in groups if corrected)
 
 
 def _corrected(trace: Trace, config: EvictionConfig) -> list[EvictionConfig]:
     uncorrected = ((one, replace(one, correction=Choice(NONE))) for one in trace.run.configs if one.corrected)
-    return sorted((one for one, other in uncorrected if other == config), key=lambda one: one.correction.name == ORACLE)
+    same = [corrected for corrected, plain in uncorrected if plain == config]
+    return sorted(same, key=lambda one: one.correction.name == ORACLE)
 
 
-def _setting(trace: Trace, config: EvictionConfig, others: Sequence[EvictionConfig], step: int) -> Setting:
+def _setting(measured: Measurements, config: EvictionConfig, corrected: Sequence[EvictionConfig], step: int) -> Setting:
+    kl = divergence(measured.trace, ANALYSIS, config, step)
     return Setting(
         baseline=config,
-        kl=divergence(trace, ANALYSIS, config, step),
-        rows=tuple(_row(trace, config, one, others, step) for one in others),
-        identity=identity(trace, [config, *others], step),
+        kl_median=kl.median,
+        kl_median_interval=kl.interval,
+        rows=tuple(_row(measured, config, one, corrected, step) for one in corrected),
+        identity=identity(measured.trace, [config, *corrected], step),
     )
 
 
-def _row(trace: Trace, config: EvictionConfig, one: EvictionConfig, others: Sequence[EvictionConfig], step: int) -> Row:
-    oracles = [other for other in others if other.correction.name == ORACLE and other != one]
-    prediction = _prediction(trace, oracles[0], one, step) if oracles else None
-    return Row.of(trace, ANALYSIS, config, one, step, **_kl(trace, config, one, step), prediction=prediction)
+def _row(
+    measured: Measurements,
+    config: EvictionConfig,
+    treatment: EvictionConfig,
+    corrected: Sequence[EvictionConfig],
+    step: int,
+) -> Row:
+    trace = measured.trace
+    oracles = [other for other in corrected if other.correction.name == ORACLE and other != treatment]
+    prediction = _prediction(trace, oracles[0], treatment, step) if oracles else None
+    return Row.of(trace, ANALYSIS, config, treatment, step, **_kl(measured, config, treatment), prediction=prediction)
 
 
-def _prediction(trace: Trace, oracle: EvictionConfig, one: EvictionConfig, step: int) -> Prediction:
-    found = head_comparison.summarise(trace, oracle, one, step)
+def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig, step: int) -> Prediction:
+    compared = head_comparison.summarise(trace, oracle, treatment, step)
     return Prediction(
-        isolated=found.isolated.sum_ratio,
-        isolated_interval=found.isolated.sum_ratio_interval,
-        propagated=found.propagated.sum_ratio,
-        propagated_interval=found.propagated.sum_ratio_interval,
+        isolated_cost=compared.isolated.sum_ratio,
+        isolated_cost_interval=compared.isolated.sum_ratio_interval,
+        propagated_cost=compared.propagated.sum_ratio,
+        propagated_cost_interval=compared.propagated.sum_ratio_interval,
     )
 
 
-def _kl(trace: Trace, config: EvictionConfig, one: EvictionConfig, step: int) -> dict[str, Any]:
-    """Mean KL over the uncorrected mean, and in which share of samples it is lower by more than noise."""
-    held = at_step(trace, ANALYSIS, step)
-    kl, floor = values(held, "logit_kl", ANALYSIS, step), values(held, "logit_kl_noise_floor", ANALYSIS, step)
-    first, second = (kl[:, held.config_index(side.label())] for side in (config, one))
-    falls = verdicts(first, second, floor) == 1
+def _kl(measured: Measurements, config: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
+    """Return mean KL over the uncorrected mean, and in which share of samples it is lower by more than noise."""
+    first, second = (measured["logit_kl"][:, measured.index(side)] for side in (config, treatment))
+    falls = verdicts(first, second, measured["logit_kl_noise_floor"]) == 1
 
     def total(weights: Floats) -> Floats:
         return np.asarray(ratio(weights @ second, weights @ first))

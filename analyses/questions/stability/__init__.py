@@ -1,1 +1,1 @@
-"""Are the heads that suffer the same ones over prompts, lengths and data sets."""
+"""The question `stability`: are the most perturbed heads the same ones over prompts, lengths and data sets."""

@@ -1,9 +1,4 @@
-"""What each head of a trace suffers in each sample: relative L1, and what a treatment gains on a baseline.
-
-Which configuration a name means where several match it: the one without options that the name leaves unsaid.
-
-One trace's heads, ranked by what they suffer and gain; and two traces' against each other.
-"""
+"""One trace's heads ranked by relative perturbation and by what a treatment gains, and two traces' ranks compared."""
 
 from __future__ import annotations
 
@@ -12,19 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perturbkv.analyses.horizon.growth import KINDS, LEAST_STEPS, Steps, taken
+from perturbkv.analyses import text
+from perturbkv.analyses.columns import Record, column, derived, record
+from perturbkv.analyses.horizon.growth import KINDS, LEAST_STEPS, Steps, by_step
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.measurements import Floats, at_step, measured_steps, values
-from perturbkv.analyses.pairing import matches, of_selection
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
+from perturbkv.analyses.pairing import folded, matches, of_selection
 from perturbkv.analyses.questions.stability.rank_reliability import (
-    Agreement,
-    Depth,
-    Heads,
-    Ranked,
+    DepthProfile,
+    RankAgreement,
+    RankedHeads,
+    RankEstimate,
     Reliability,
     agreement,
-    alike,
-    depth,
+    depth_profile,
+    profile_correlation,
     profiles,
     reliability,
 )
@@ -43,78 +40,78 @@ from perturbkv.trace import Trace
 _BY = "by"
 
 
-def meant(found: Sequence[EvictionConfig], side: str) -> EvictionConfig | None:
-    """Of configurations that match a side the only one, or the only plain one; None where there is none.
+def resolve(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig | None:
+    """Return the only configuration of those that match a side, or the only plain one; None where there is none.
 
-    Plain is what evicts alone, uncorrected and in full precision, with no option that is not at its default but those
-    that the side says: `two-stage` beside `two-stage(norm=l2)` is the first, `two-stage(norm=l2)` the second.
+    A plain one evicts alone, uncorrected and in full precision, with no option that is not at its default but those of
+    the side: `two-stage` beside `two-stage(norm=l2)` is the first, `two-stage(norm=l2)` the second.
     """
-    plain = found if len(found) == 1 else [one for one in found if _plain(one, side)]
+    plain = matching if len(matching) == 1 else [config for config in matching if _plain(config, side)]
     return plain[0] if len(plain) == 1 else None
 
 
-def one_meant(found: Sequence[EvictionConfig], side: str) -> EvictionConfig:
-    """The same. Raises ConfigError where a side means none of them, with the names that mean one, if there are any."""
-    if (one := meant(found, side)) is not None:
-        return one
-    held = dict.fromkeys(f"{config.policy}:{config.selection}" for config in found)
-    names = [name for name in held if meant([config for config in found if matches(config, name)], name) is not None]
+def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig:
+    """Return what `resolve` does. Raises ConfigError where that is None, with names that are resolved, if any are."""
+    if (config := resolve(matching, side)) is not None:
+        return config
+    every = dict.fromkeys(f"{config.policy}:{config.selection}" for config in matching)
+    names = [name for name in every if resolve([one for one in matching if matches(one, name)], name) is not None]
     if names:
-        msg = f"'{side}' means one of {len(found)} configurations; say which: {_listed(names)}"
+        msg = f"'{side}' means one of {len(matching)} configurations; say which: {_quoted(names)}"
     else:
-        labels = ", ".join(config.label() for config in found[:3])
-        msg = f"'{side}' means {len(found)} configurations that no name tells apart, such as {labels}; trace one alone"
+        labels = ", ".join(config.label() for config in matching[:3])
+        count = f"{len(matching)} configurations"
+        msg = f"'{side}' means {count} that no name tells apart, such as {labels}; trace one alone"
     raise ConfigError(msg)
 
 
-def _listed(names: Sequence[str]) -> str:
-    """As a shell takes them: 'a', 'b' or 'c'."""
+def _quoted(names: Sequence[str]) -> str:
+    """Return the names as a shell takes them: 'a', 'b' or 'c'."""
     *others, last = [f"'{name}'" for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _plain(config: EvictionConfig, side: str) -> bool:
-    told = [parse(part) for part in halves(side)]
+    named = [parse(part) for part in halves(side)]
     choices = (config.policy, config.selection, config.granularity)
-    return config.evicts_alone and not any(_unsaid(choice, told) for choice in choices)
+    return config.evicts_alone and not any(_has_other_options(choice, named) for choice in choices)
 
 
-def _unsaid(held: Choice, told: Sequence[Choice]) -> bool:
-    """Whether a choice has an option off its default that the side does not say."""
-    said = {name for one in told if one.name == held.name for name in one.options}
-    if FIRST in said:  # the score that a policy ranks by, or its only option
-        said |= {_BY} if _BY in held.options else held.options.keys()
-    return bool(held.told.keys() - said)
+def _has_other_options(choice: Choice, named: Sequence[Choice]) -> bool:
+    """Return whether a choice has an option off its default that the named choices do not give."""
+    given = {name for each in named if each.name == choice.name for name in each.options}
+    if FIRST in given:  # the score that a policy ranks by, or its only option
+        given |= {_BY} if _BY in choice.options else choice.options.keys()
+    return bool(choice.told.keys() - given)
 
 
 ANALYSIS = "stability"
 
 
 @dataclass(frozen=True)
-class Suffering:
-    """One trace's heads.
+class RelativePerturbation:
+    """The relative perturbation of one trace's heads in each sample, and what a treatment gains on a baseline.
 
     Attributes:
-        trace: whose.
-        config: what was evicted; `baseline` what its gain is over, None where the trace has none.
-        places: (layer,) relative depth of the layers measured, layer / (layers − 1).
+        measured: the trace's measurements at step 0.
+        config: the treatment.
+        depths: (layer,) relative depth of the layers measured, layer / (layers − 1).
         relative: kind → (sample, layer, head) L / ‖o_h‖₁ at step 0, propagated and isolated.
-        gain: kind → (sample, layer, head) the baseline's less the treatment's; empty without a baseline.
+        gain: kind → (sample, layer, head) the baseline's less the treatment's; empty where the trace has no baseline.
         late: kind → (long sample, layer, head) mean over each sample's last third of steps; `early` at step 0 of
             the same samples. Empty where no text has three steps.
     """
 
-    trace: Trace
+    measured: Measurements
     config: EvictionConfig
-    baseline: EvictionConfig | None
-    places: Floats
+    depths: Floats
     relative: dict[str, Floats]
     gain: dict[str, Floats]
     early: dict[str, Floats]
     late: dict[str, Floats]
 
 
-def check_apart(traces: Sequence[Trace]) -> None:
+def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError for no trace, and for one that is given twice: it would agree with itself."""
     if not traces:
         msg = f"{ANALYSIS} needs at least one trace, got none"
@@ -126,48 +123,49 @@ def check_apart(traces: Sequence[Trace]) -> None:
             raise TraceError(msg)
 
 
-def chosen(traces: Sequence[Trace], side: str, budget: str | None) -> list[EvictionConfig]:
-    """One configuration of each trace: of the side and of one budget, alike in all else.
+def choose(traces: Sequence[Trace], side: str, budget: str | None) -> list[EvictionConfig]:
+    """Return one configuration of each trace: of the side and of one budget, alike in all else.
 
     Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where it has several
     budgets, or the side means none of several configurations of the budget.
     """
-    found = [[trace.run.configs[place] for place in of_selection(trace.run, side)] for trace in traces]
-    wanted = _shared_budget(found, budget)
-    picked = [_one([one for one in held if wanted is None or one.budget == wanted], held, side) for held in found]
-    _check_alike(picked)
-    return picked
+    matching = [[trace.run.configs[index] for index in of_selection(trace.run, side)] for trace in traces]
+    shared = _shared_budget(matching, budget)
+    chosen = [_resolve(configs, side, shared) for configs in matching]
+    _check_alike(chosen)
+    return chosen
 
 
-def _shared_budget(found: Sequence[Sequence[EvictionConfig]], budget: str | None) -> Budget | None:
-    """The budget that was asked for, or the only one that all traces hold; None where each has but one of its own."""
+def _shared_budget(matching: Sequence[Sequence[EvictionConfig]], budget: str | None) -> Budget | None:
+    """Return the budget that is given, or the only one that all traces have; None where each has one of its own."""
     if budget is not None:
         return Budget.parse(budget)
-    held = [dict.fromkeys(config.budget for config in configs) for configs in found]
-    shared = [one for one in held[0] if all(one in others for others in held)]
-    if len(shared) > 1 or (not shared and any(len(one) > 1 for one in held)):
-        every = dict.fromkeys(str(one) for budgets in held for one in budgets)
+    budgets = [dict.fromkeys(config.budget for config in configs) for configs in matching]
+    shared = [one for one in budgets[0] if all(one in others for others in budgets)]
+    if len(shared) > 1 or (not shared and any(len(one) > 1 for one in budgets)):
+        every = dict.fromkeys(str(one) for each in budgets for one in each)
         msg = f"{ANALYSIS} looks at one budget at a time, got traces of {', '.join(every)}; choose one with --budget"
         raise ConfigError(msg)
     return shared[0] if shared else None
 
 
-def _one(fitting: Sequence[EvictionConfig], held: Sequence[EvictionConfig], side: str) -> EvictionConfig:
+def _resolve(matching: Sequence[EvictionConfig], side: str, budget: Budget | None) -> EvictionConfig:
+    fitting = [config for config in matching if budget is None or config.budget == budget]
     if not fitting:
-        got = ", ".join(dict.fromkeys(str(config.budget) for config in held))
+        got = ", ".join(dict.fromkeys(str(config.budget) for config in matching))
         msg = f"expected the same budget of '{side}' in every trace, got one of {got}; choose one that all hold"
         raise TraceError(msg)
-    return one_meant(fitting, side)
+    return resolve_one(fitting, side)
 
 
-def _check_alike(picked: Sequence[EvictionConfig]) -> None:
-    first = _without_budget(picked[0])
-    for one in picked[1:]:
-        if (other := _without_budget(one)) != first:
+def _check_alike(chosen: Sequence[EvictionConfig]) -> None:
+    first = _without_budget(chosen[0])
+    for config in chosen[1:]:
+        if (other := _without_budget(config)) != first:
             wrong = next(name for name in {**first, **other} if first.get(name) != other.get(name))
             msg = (
                 f"expected configurations that differ in budget at most, got {wrong} {first.get(wrong)} and "
-                f"{other.get(wrong)}: '{picked[0].label()}' and '{one.label()}'"
+                f"{other.get(wrong)}: '{chosen[0].label()}' and '{config.label()}'"
             )
             raise TraceError(msg)
 
@@ -176,158 +174,241 @@ def _without_budget(config: EvictionConfig) -> dict[str, object]:
     return {name: value for name, value in config.flat().items() if name != "budget"}
 
 
-def suffering(trace: Trace, config: EvictionConfig, baseline: EvictionConfig | None) -> Suffering:
-    """What a trace's heads suffer under a configuration. Raises TraceError where it has no complete sample."""
-    held = at_step(trace, ANALYSIS, 0)
-    relative = _relative(held, config)
-    others = {} if baseline is None else _relative(held, baseline)
-    gain = {kind: other - relative[kind] for kind, other in others.items()}
-    counts = measured_steps(held)
-    steps = Steps(np.arange(counts.max()) < counts[:, None])
-    early, late = _over_steps(held, config, steps) if counts.max() >= LEAST_STEPS else ({}, {})
-    return Suffering(held, config, baseline, _places(held), relative, gain, early, late)
+def relative_perturbation(
+    trace: Trace, config: EvictionConfig, baseline: EvictionConfig | None
+) -> RelativePerturbation:
+    """Return the relative perturbation of a trace's heads under a configuration.
 
-
-def _places(trace: Trace) -> Floats:
-    """(layer,) where in depth the measured layers lie; a model of one layer is at 0."""
-    count = trace.arrays["output_norm"].shape[2]
-    told = trace.attrs.get(MEASURED, "")
-    layers, whole = layer_types.parsed(told) if told else (tuple(range(count)), count)
-    return np.asarray(layers, dtype=np.float64) / max(1, whole - 1)
-
-
-def _relative(trace: Trace, config: EvictionConfig) -> dict[str, Floats]:
-    """Kind → (sample, layer, head) at step 0; a head without output loses nothing."""
-    place, norm = trace.run.configs.index(config), values(trace, "output_norm", ANALYSIS, 0)
-    return {
-        kind: np.nan_to_num(ratio(values(trace, name, ANALYSIS, 0)[:, place], norm)) for kind, name in KINDS.items()
-    }
-
-
-def _over_steps(trace: Trace, config: EvictionConfig, steps: Steps) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Step 0, and the mean over each sample's last third of steps, of the samples of three steps or more."""
-    place, norm = trace.run.configs.index(config), taken(trace, "output_norm", steps)
-    each = {kind: np.nan_to_num(ratio(taken(trace, name, steps, place), norm)) for kind, name in KINDS.items()}
-    late = {kind: steps.thirds(one)[1][0] for kind, one in each.items()}
-    return {kind: one[steps.long][:, 0] for kind, one in each.items()}, late
-
-
-@dataclass(frozen=True)
-class OfTrace:
-    """One trace.
-
-    Attributes:
-        place: its number, from 1.
-        model, dataset, seed, source: of its run.
-        tokens: mean entries of its prompts.
-        samples: complete ones.
-        layers, heads: of its model, as far as they are measured.
-        config: what was evicted.
-        suffering: kind → how alike its samples rank the heads by relative L1.
-        gain: the same by what the treatment gains; empty without a baseline.
-        over_steps: kind → mean over samples of Spearman's ρ between the heads at step 0 and in the last third of the
-            steps; empty where no text has three.
-        depth: kind → where in depth it lies.
+    Raises TraceError where the trace has no complete sample.
     """
-
-    place: int
-    model: str
-    dataset: str
-    seed: int
-    source: str
-    tokens: float
-    samples: int
-    layers: int
-    heads: int
-    config: EvictionConfig
-    suffering: dict[str, Reliability]
-    gain: dict[str, Reliability]
-    over_steps: dict[str, Estimate]
-    depth: dict[str, Depth]
-
-
-@dataclass(frozen=True)
-class Between:
-    """Two traces, by their numbers: `suffering` and `gain` of one model, kind → agreement; `depth` of two models."""
-
-    first: int
-    second: int
-    suffering: dict[str, Agreement]
-    gain: dict[str, Agreement]
-    depth: dict[str, Ranked]
-
-
-@dataclass(frozen=True)
-class TraceRanks:
-    """One trace and its number; kind → its heads by what they suffer, and by what they gain."""
-
-    place: int
-    of: Suffering
-    suffering: dict[str, Heads]
-    gain: dict[str, Heads]
-
-    @classmethod
-    def numbered(cls, place: int, of: Suffering) -> TraceRanks:
-        """The trace with its number, its heads ranked."""
-        suffered, gained = ({kind: Heads.of(each) for kind, each in one.items()} for one in (of.relative, of.gain))
-        return cls(place, of, suffered, gained)
-
-
-def of_trace(found: TraceRanks) -> OfTrace:
-    """What is told of one trace by itself."""
-    one, run = found.of, found.of.trace.run
-    shape = one.relative["propagated"].shape
-    return OfTrace(
-        place=found.place,
-        model=run.model,
-        dataset=run.dataset,
-        seed=run.seed,
-        source=one.trace.source,
-        tokens=float(values(one.trace, "prompt_tokens", ANALYSIS).mean()),
-        samples=shape[0],
-        layers=shape[1],
-        heads=shape[2],
-        config=one.config,
-        suffering={kind: reliability(heads) for kind, heads in found.suffering.items()},
-        gain={kind: reliability(heads) for kind, heads in found.gain.items()},
-        over_steps={kind: _stable_traces_over_steps(one.early[kind], late) for kind, late in one.late.items()},
-        depth={kind: depth(each, one.places) for kind, each in one.relative.items()},
+    measured = Measurements(trace, ANALYSIS, 0)
+    relative = _relative(measured, config)
+    other = {} if baseline is None else _relative(measured, baseline)
+    counts = measured_steps(measured.trace)
+    steps = Steps(np.arange(counts.max()) < counts[:, None])
+    early, late = _over_steps(measured, config, steps) if counts.max() >= LEAST_STEPS else ({}, {})
+    return RelativePerturbation(
+        measured=measured,
+        config=config,
+        depths=_relative_depths(measured.trace),
+        relative=relative,
+        gain={kind: values - relative[kind] for kind, values in other.items()},
+        early=early,
+        late=late,
     )
 
 
-def _stable_traces_over_steps(early: Floats, late: Floats) -> Estimate:
-    """Mean over samples of ρ between the heads of (sample, layer, head) arrays."""
+def _relative_depths(trace: Trace) -> Floats:
+    """Return (layer,) relative depths of the measured layers; a model of one layer is at 0."""
+    count = trace.arrays["output_norm"].shape[2]
+    some = trace.attrs.get(MEASURED, "")
+    layers, whole = layer_types.parse_measured(some) if some else (tuple(range(count)), count)
+    return np.asarray(layers, dtype=np.float64) / max(1, whole - 1)
+
+
+def _relative(measured: Measurements, config: EvictionConfig) -> dict[str, Floats]:
+    """Return kind → (sample, layer, head) at step 0; 0 where a head has no output."""
+    index, norm = measured.index(config), measured["output_norm"]
+    return {kind: np.nan_to_num(ratio(measured[name][:, index], norm)) for kind, name in KINDS.items()}
+
+
+def _over_steps(
+    measured: Measurements, config: EvictionConfig, steps: Steps
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Return step 0, and the mean over each sample's last third of steps, of the samples of three steps or more."""
+    index, every = measured.index(config), Measurements(measured.trace, ANALYSIS, None)
+    norm = by_step(every, "output_norm", steps)
+    each = {kind: np.nan_to_num(ratio(by_step(every, name, steps, index), norm)) for kind, name in KINDS.items()}
+    late = {kind: steps.thirds(values)[1][0] for kind, values in each.items()}
+    return {kind: values[steps.long][:, 0] for kind, values in each.items()}, late
+
+
+def _estimate_text(estimate: RankEstimate | Estimate | None) -> str:
+    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval, apart="\n")
+
+
+@record
+class StableTrace(Record):
+    """One trace; its maps have the keys `isolated` and `propagated`."""
+
+    number: int = column("its number, from 1")
+    model: str = column("of its run", heading="model", text=lambda name: folded(name, 22))
+    dataset: str = column("of its run", heading="data set", text=folded)
+    seed: int = column("of its run", heading="#seed", text=str)
+    source: str = column("its path")
+    tokens: float = column("mean entries of its prompts", heading="#tokens", text=lambda mean, _: f"{mean:,.0f}")
+    samples: int = column("complete ones", heading="#n")
+    layers: int = column("of its model, those measured")
+    heads: int = column("of a layer")
+    config: EvictionConfig = column("what was evicted")
+    perturbation: dict[str, Reliability] = column("reliability of ranks by relative perturbation, L / ‖o_h‖₁ at step 0")
+    gain: dict[str, Reliability] = column(
+        "reliability of ranks by the baseline's less the treatment's; empty without a baseline"
+    )
+    over_steps: dict[str, Estimate] = column(
+        "Spearman's ρ between the heads at step 0 and in the last third of the steps, mean over samples; empty where "
+        "no text has three"
+    )
+    depth: dict[str, DepthProfile] = column("distribution over depth")
+
+    @derived(heading="#b", json=False)
+    def budget(self) -> str:
+        """Budget of the treatment."""
+        return str(self.config.budget)
+
+    @derived(heading="#isolated", text=_estimate_text, json=False)
+    def isolated(self) -> RankEstimate:
+        """Isolated L1: reliability of a trace's ranks of its heads; between two traces ρ of their mean ranks."""
+        return self.perturbation["isolated"].split_half
+
+    @derived(heading="#propagated", text=_estimate_text, json=False)
+    def propagated(self) -> RankEstimate:
+        """The same of propagated L1."""
+        return self.perturbation["propagated"].split_half
+
+    @derived(heading="#isolated", text=_estimate_text, json=False)
+    def isolated_steps(self) -> Estimate | None:
+        """Isolated L1: ρ between the heads at step 0 and in the last third of the steps."""
+        return self.over_steps.get("isolated")
+
+    @derived(heading="#propagated", text=_estimate_text, json=False)
+    def propagated_steps(self) -> Estimate | None:
+        """The same of propagated L1."""
+        return self.over_steps.get("propagated")
+
+    @derived(heading="#n", json=False)
+    def long_samples(self) -> int | None:
+        """Samples of three steps or more."""
+        return self.over_steps["isolated"].prompts if self.over_steps else None
+
+    @property
+    def name(self) -> str:
+        """Its number and data set."""
+        return f"{self.number}: {self.dataset}"
+
+
+@record
+class TracePair(Record):
+    """Two traces, by their numbers; the maps have the keys `isolated` and `propagated`."""
+
+    SECTION = "pair of traces"
+
+    first: int = column("number of a trace")
+    second: int = column("number of another")
+    perturbation: dict[str, RankAgreement] = column("agreement of ranks by relative perturbation; empty between models")
+    gain: dict[str, RankAgreement] = column("the same by gain; empty between models, and without a baseline")
+    depth: dict[str, RankEstimate] = column("between models: ρ of the profiles over depth; else empty")
+
+    @derived(heading="#isolated", text=_estimate_text, json=False)
+    def isolated(self) -> RankEstimate:
+        """Isolated L1: ρ of both traces' mean ranks; between models of their profiles over depth."""
+        return self.perturbation["isolated"].rho if self.perturbation else self.depth["isolated"]
+
+    @derived(heading="#propagated", text=_estimate_text, json=False)
+    def propagated(self) -> RankEstimate:
+        """The same of propagated L1."""
+        return self.perturbation["propagated"].rho if self.perturbation else self.depth["propagated"]
+
+    @derived(heading="#propagated,\ncorrected", text=_estimate_text, json=False)
+    def corrected(self) -> RankEstimate | None:
+        """Propagated L1: ρ over the root of both reliabilities, without noise; by chance it exceeds 1."""
+        return self.perturbation["propagated"].corrected if self.perturbation else None
+
+    @derived(heading="#worst\n10 %", unit="share", json=False)
+    def shared(self) -> float | None:
+        """Propagated L1: overlap of the tenth of the heads that is perturbed most in one trace and in the other."""
+        return self.perturbation["propagated"].shared if self.perturbation else None
+
+    @property
+    def paired(self) -> bool:
+        """Whether prompts are left out of both traces at once."""
+        return any(agreement.paired for agreement in self.perturbation.values())
+
+    @property
+    def name(self) -> str:
+        """Both numbers, with a star where both traces may be of the same prompts."""
+        return f"{self.first}–{self.second}{'*' if self.paired else ''}"
+
+
+@dataclass(frozen=True)
+class RankedTrace:
+    """One trace with its number; kind → its heads by relative perturbation, and by gain."""
+
+    number: int
+    values: RelativePerturbation
+    perturbation: dict[str, RankedHeads]
+    gain: dict[str, RankedHeads]
+
+    @classmethod
+    def of(cls, number: int, values: RelativePerturbation) -> RankedTrace:
+        """Return the trace with its number, its heads ranked."""
+        perturbation, gain = (
+            {kind: RankedHeads.of(each) for kind, each in kinds.items()} for kinds in (values.relative, values.gain)
+        )
+        return cls(number, values, perturbation, gain)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace's complete samples."""
+        return self.values.measured.trace
+
+
+def stable_trace(ranked: RankedTrace) -> StableTrace:
+    """Return the record of one trace by itself."""
+    values, run = ranked.values, ranked.trace.run
+    shape = values.relative["propagated"].shape
+    return StableTrace(
+        number=ranked.number,
+        model=run.model,
+        dataset=run.dataset,
+        seed=run.seed,
+        source=ranked.trace.source,
+        tokens=float(values.measured["prompt_tokens"].mean()),
+        samples=shape[0],
+        layers=shape[1],
+        heads=shape[2],
+        config=values.config,
+        perturbation={kind: reliability(heads) for kind, heads in ranked.perturbation.items()},
+        gain={kind: reliability(heads) for kind, heads in ranked.gain.items()},
+        over_steps={kind: _step_correlation(values.early[kind], late) for kind, late in values.late.items()},
+        depth={kind: depth_profile(each, values.depths) for kind, each in values.relative.items()},
+    )
+
+
+def _step_correlation(early: Floats, late: Floats) -> Estimate:
+    """Return the mean over samples of ρ between the heads of (sample, layer, head) arrays."""
     each = np.array(
-        [float(spearman(one.reshape(-1), other.reshape(-1))) for one, other in zip(early, late, strict=True)]
+        [float(spearman(first.reshape(-1), last.reshape(-1))) for first, last in zip(early, late, strict=True)]
     )
     return Estimate(float(each.mean()), intervals.of_mean(each, CORRELATION), len(each))
 
 
-def between(first: TraceRanks, second: TraceRanks) -> Between:
-    """What is told of two traces: of the same heads where they are of one model, else of depth alone."""
-    here, there = first.of, second.of
-    if not _same_heads(here.trace, there.trace):
-        over_depth = [
-            {kind: profiles(each, one.places) for kind, each in one.relative.items()} for one in (here, there)
-        ]
-        shared = {kind: alike(each, over_depth[1][kind]) for kind, each in over_depth[0].items()}
-        return Between(first.place, second.place, {}, {}, shared)
-    paired = _paired(here.trace, there.trace)
-    suffered, gained = (
+def compare_pair(first: RankedTrace, second: RankedTrace) -> TracePair:
+    """Return the agreement of two traces: of the same heads where they are of one model, else over depth alone."""
+    if not _same_heads(first.trace, second.trace):
+        here, there = (
+            {kind: profiles(each, one.values.depths) for kind, each in one.values.relative.items()}
+            for one in (first, second)
+        )
+        depth = {kind: profile_correlation(each, there[kind]) for kind, each in here.items()}
+        return TracePair(first.number, second.number, {}, {}, depth)
+    paired = _paired(first.trace, second.trace)
+    perturbation, gain = (
         {kind: agreement(heads, other[kind], paired) for kind, heads in own.items()}
-        for own, other in ((first.suffering, second.suffering), (first.gain, second.gain))
+        for own, other in ((first.perturbation, second.perturbation), (first.gain, second.gain))
     )
-    return Between(first.place, second.place, suffered, gained, {})
+    return TracePair(first.number, second.number, perturbation, gain, {})
 
 
 def _same_heads(first: Trace, second: Trace) -> bool:
-    """Whether two traces are of one model, and of the same layers of it."""
+    """Return whether two traces are of one model, and of the same layers of it."""
     shapes = {trace.arrays["output_norm"].shape[2:] for trace in (first, second)}
     models = {(trace.run.model, trace.run.revision) for trace in (first, second)}
-    return len(shapes) == len(models) == 1 and len({identity(one, ()).measured for one in (first, second)}) == 1
+    layers = {identity(trace, ()).measured for trace in (first, second)}
+    return len(shapes) == len(models) == len(layers) == 1
 
 
 def _paired(first: Trace, second: Trace) -> bool:
-    """Whether the traces' samples may be the same prompts, or grow from the same draws: of one data set and seed."""
-    here, there = ((one.run.dataset, one.run.seed) for one in (first, second))
+    """Return whether the samples may be the same prompts, or grow from the same draws: of one data set and seed."""
+    here, there = ((trace.run.dataset, trace.run.seed) for trace in (first, second))
     return here == there and np.array_equal(first.ok, second.ok)

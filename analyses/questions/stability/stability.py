@@ -1,223 +1,171 @@
-"""Are the heads that suffer the same ones? Over prompts, data sets, lengths, seeds, decode steps and models.
-
-How the stability of heads is told: in a sentence, in tables, in the notes beneath.
-"""
+"""The stability of heads' ranks by perturbation: over prompts, data sets, lengths, seeds, decode steps and models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import combinations, repeat
 from typing import Any
 
 from perturbkv.analyses import text
+from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity, together
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import folded, of_selection, short_names
+from perturbkv.analyses.pairing import common, of_selection, short_names
 from perturbkv.analyses.questions.stability.head_profiles import (
-    Between,
-    OfTrace,
-    TraceRanks,
-    between,
-    check_apart,
-    chosen,
-    meant,
-    of_trace,
-    suffering,
+    RankedTrace,
+    StableTrace,
+    TracePair,
+    check_distinct,
+    choose,
+    compare_pair,
+    relative_perturbation,
+    resolve,
+    stable_trace,
 )
-from perturbkv.analyses.questions.stability.rank_reliability import Agreement, Ranked, Reliability
+from perturbkv.analyses.questions.stability.rank_reliability import RankEstimate
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.arithmetic import plain
-from perturbkv.analyses.stats.intervals import Estimate
-from perturbkv.analyses.text import extremes, over, sentence
+from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.text import extremes, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Table
+from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-_ORDER = ("isolated", "propagated")
-_HOW = (
-    "A head suffers L / ‖o_h‖₁, L1, at step 0; heads are ranked in every sample, and a trace's profile is the mean of "
-    "its samples' ranks. Reliability: Spearman's ρ between the profiles of two halves of the samples, mean over "
-    "splits, for all samples by Spearman–Brown. Two samples: mean ρ of two single ones.",
-    "ρ: Spearman's, of two traces' profiles, as measured; its interval is over the samples of both. Corrected: ρ over "
-    "the root of both reliabilities, what it were without noise; by chance it exceeds 1. Worst: of the tenth of the "
-    "heads that suffers most in one trace, the share that does so in the other; two random orders share {chance} in "
-    "the mean and {most} at most (97.5 %).",
-    "* One data set and seed: prompts are left out of both traces at once, and what is alike may be the prompts.",
-    "Gain: the baseline's relative L1 less the selection's, head by head; its ranks are as reliable as they are large.",
-    "Steps: mean over samples of ρ between their heads at step 0 and in the last third of their steps.",
-    "Depth: shares of the sum over all heads. First tenth: of the layers, rounded up; half: the share of the heads "
-    "that carries half of the sum; all of the layers measured. Heads of two models cannot be matched: the mean over "
-    "samples of the layers' profile is compared at those of 20 points of relative depth, layer / (layers − 1), "
-    "that both have measured, a coarse likeness.",
+_KINDS = ("isolated", "propagated")
+_TRACES = ("model", "dataset", "tokens", "seed", "samples", "budget")
+_STEPS = ("isolated_steps", "propagated_steps", "long_samples")
+_RANKS_NOTE = (
+    "Heads are ranked in every sample by L / ‖o_h‖₁, L1, at step 0; a trace's profile is the mean of its samples' "
+    "ranks. Reliability: Spearman's ρ between the profiles of two halves of the samples, mean over splits, for all "
+    "samples by Spearman–Brown. Two samples: mean ρ of two single ones. ρ of two traces: of their profiles."
+)
+_GAIN_NOTE = (
+    "Gain: the baseline's relative L1 less the selection's, head by head; its ranks are as reliable as they are large."
+)
+_DEPTH_NOTE = (
+    "Shares of the sum over all heads, of the layers measured. First tenth: of the layers, rounded up; half: the share "
+    "of the heads that carries half of the sum. Heads of two models cannot be matched: the mean over samples of the "
+    "layers' profile is compared at those of 20 points of relative depth, layer / (layers − 1), that both have "
+    "measured, a coarse likeness."
 )
 
 
-def conclusion(traces: Sequence[OfTrace], pairs: Sequence[Between]) -> str:
-    """Of propagated L1: how reliable the ranks are within traces, and how alike between them."""
-    within = [(f"trace {one.place}", *_said(one.suffering["propagated"].split_half)) for one in traces]
-    said = [f"samples of a trace rank the heads by propagated L1 with a reliability of {extremes(within)}"]
-    if len(traces) == 1:
-        said[0] += f" ({over(traces[0].samples)})"
-    between = [(f"{one.first}–{one.second}", *_said(one.suffering["propagated"].rho)) for one in pairs if one.suffering]
-    if between:
-        said.append(f"mean ranks of two traces of one model correlate with ρ = {extremes(between)}")
-    told = "; ".join(said)
-    fewest, most = (pick(one.samples for one in traces) for pick in (min, max))
-    counts = over(most) if fewest == most else f"n = {fewest} to {most} samples a trace"
-    return sentence(told if len(traces) == 1 else f"{told} ({len(traces)} traces, {counts})")
-
-
-def _said(found: Ranked) -> tuple[float, str]:
-    return found.value, text.decimal(found.value, found.interval)
-
-
-def tables(traces: Sequence[OfTrace], pairs: Sequence[Between], baseline: EvictionConfig | None) -> list[Table | str]:
-    """Traces, then every two of one model, then steps and depth; what is not there is left out."""
-    matched = [one for one in pairs if one.suffering]
-    found: list[Table | str] = [_listed(traces), _within(traces, "suffers", lambda one: one.suffering)]
-    found += [_between(matched, "suffers", lambda one: one.suffering)] if matched else []
-    if baseline is not None:
-        what = f"gains over {_name(traces[0].config, baseline)}"
-        found.append(_within(traces, what, lambda one: one.gain))
-        found += [_between(matched, what, lambda one: one.gain)] if matched else []
-    found += [_steps(traces)] if any(one.over_steps for one in traces) else []
-    found.append(_depth(traces))
-    apart = [one for one in pairs if one.depth]
-    return [*found, *([_models(apart)] if apart else [])]
-
-
-def _name(config: EvictionConfig, baseline: EvictionConfig) -> str:
-    return short_names([config, baseline])[1]
-
-
-def _listed(traces: Sequence[OfTrace]) -> Table:
-    columns = ["", "model", "data set", "#tokens", "#seed", "#n", "b"]
-    rows = [[str(one.place), folded(one.model, 22), folded(one.dataset), f"{one.tokens:,.0f}", str(one.seed),
-             str(one.samples), str(one.config.budget)] for one in traces]  # fmt: skip
-    return Table("The traces", columns, rows)
-
-
-def _within(traces: Sequence[OfTrace], what: str, of: Callable[[OfTrace], dict[str, Reliability]]) -> Table:
-    heads = [f"#{kind}:\n{word}" for kind in _ORDER for word in ("reliability", "two samples")]
-    rows = [[str(one.place), *(_ranked(number) for kind in _ORDER
-                               for number in (of(one)[kind].split_half, of(one)[kind].pairwise))]
-            for one in traces]  # fmt: skip
-    return Table(f"Within a trace: is it the same head that {what}, sample by sample?", ["", *heads], rows)
-
-
-def _ranked(found: Ranked) -> str:
-    return text.decimal(found.value, found.interval)
-
-
-def _between(pairs: Sequence[Between], what: str, of: Callable[[Between], dict[str, Agreement]]) -> Table:
-    heads = [f"#{word}" for kind in _ORDER for word in (f"{kind}:\nρ", "cor-\nrected", "worst\n10 %")]
-    rows = [[_pair(one, of(one)["propagated"].paired),
-             *(cell for kind in _ORDER for cell in _agreed(of(one)[kind]))] for one in pairs]  # fmt: skip
-    return Table(f"Between traces of one model: is it the same head that {what}?", ["", *heads], rows)
-
-
-def _pair(one: Between, paired: bool = False) -> str:
-    return f"{one.first}–{one.second}{'*' if paired else ''}"
-
-
-def _agreed(found: Agreement) -> list[str]:
-    return [_ranked(found.rho), text.decimal(found.corrected.value), text.percent(found.shared)]
-
-
-def _steps(traces: Sequence[OfTrace]) -> Table:
-    rows = [[str(one.place), *(_estimate(one.over_steps[kind]) for kind in _ORDER),
-             str(one.over_steps[_ORDER[0]].prompts)] for one in traces if one.over_steps]  # fmt: skip
-    return Table("Step 0 against the last third of the steps, ρ", ["", *(f"#{kind}" for kind in _ORDER), "#n"], rows)
-
-
-def _estimate(found: Estimate) -> str:
-    return text.decimal(found.value, found.interval)
-
-
-def _depth(traces: Sequence[OfTrace]) -> Table:
-    names = ("first\nlayer", "first\ntenth", "half in\nheads")
-    rows = [[str(one.place), *(_share(part) for kind in _ORDER for part in
-                               (one.depth[kind].first_layer, one.depth[kind].first_tenth, one.depth[kind].half))]
-            for one in traces]  # fmt: skip
-    return Table("Where in depth it lies: isolated, then propagated", ["", *(f"#{name}" for name in names * 2)], rows)
-
-
-def _share(found: Estimate) -> str:
-    return text.percent(found.value, found.interval, "\n")
-
-
-def _models(pairs: Sequence[Between]) -> Table:
-    rows = [[_pair(one), *(_ranked(one.depth[kind]) for kind in _ORDER)] for one in pairs]
-    return Table("Between models: ρ of the profiles over relative depth", ["", *(f"#{kind}" for kind in _ORDER)], rows)
-
-
-def notes(traces: Sequence[OfTrace], pairs: Sequence[Between]) -> str:
-    """A line each on samples, ranks, pairs, gains, steps and depth, as far as they are shown."""
-    few = min(one.samples for one in traces)
-    lines = [text.about_intervals(few) if len({one.samples for one in traces}) == 1 else _mixed(traces), _HOW[0]]
-    known = [one.suffering["propagated"] for one in pairs if one.suffering]
-    if known:
-        lines.append(_HOW[1].format(chance=text.percent(known[0].chance), most=text.percent(known[0].chance_most)))
-    lines += [_HOW[2]] if any(one.paired for one in known) else []
-    lines += [_HOW[3]] if traces[0].gain else []
-    lines += [_HOW[4]] if any(one.over_steps for one in traces) else []
-    return "\n".join([*lines, _HOW[5]])
-
-
-def _mixed(traces: Sequence[OfTrace]) -> str:
-    counts = ", ".join(str(one.samples) for one in traces)
-    return (
-        f"n = {counts} samples; in brackets: 95 % intervals over samples; in parentheses, where a trace has fewer than "
-        "five: ranges of single splits, pairs or samples, which are noisier than the mean of all."
-    )
-
-
-@dataclass(frozen=True, repr=False)
+@record
 class Stability(Result):
-    """How alike heads rank within and between traces.
+    """The agreement of heads' ranks within and between traces.
 
     Attributes:
-        traces: in the order given.
-        pairs: every two of them.
-        baseline: what the gain is over; None where a trace has no such configuration.
-        identity: of all together.
+        identity: of all traces.
     """
 
-    traces: tuple[OfTrace, ...]
-    pairs: tuple[Between, ...]
-    baseline: EvictionConfig | None
+    SECTION = "question stability"
+    DOCUMENT = "of several traces"
+    SHOWN = ("isolated", "propagated", "corrected", "shared")
+    FIRST = "trace"
+
+    traces: tuple[StableTrace, ...] = column("one per trace, in the order given", key="members")
+    pairs: tuple[TracePair, ...] = column("every two of them")
+    baseline: EvictionConfig | None = column("the configuration that the gain is over; null where a trace has none")
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """How reliable the ranking of heads is within traces, and how alike between them."""
-        return conclusion(self.traces, self.pairs)
+        """Return how reliable the ranks by propagated L1 are within traces, and how they agree between them."""
+        few = len(self.traces) == 1
+        within = extremes([_named_estimate(f"trace {trace.number}", trace.propagated) for trace in self.traces])
+        own = f" ({sample_note(self.traces[0].samples)})" if few else ""
+        clauses = [f"samples of a trace rank the heads by propagated L1 with a reliability of {within}{own}"]
+        same = [_named_estimate(pair.name.removesuffix("*"), pair.propagated) for pair in self._matched()]
+        if same:
+            clauses.append(f"mean ranks of two traces of one model correlate with ρ = {extremes(same)}")
+        fewest, most = (pick(trace.samples for trace in self.traces) for pick in (min, max))
+        counts = sample_note(most) if fewest == most else f"n = {fewest} to {most} samples a trace"
+        return sentence("; ".join(clauses) + ("" if few else f" ({len(self.traces)} traces, {counts})"))
 
-    def tables(self) -> Sequence[Table | str]:
-        """The traces, every two of one model, decode steps, depth."""
-        return tables(self.traces, self.pairs, self.baseline)
+    def title(self) -> str:
+        """Return the numbers of the table, and what the configurations share."""
+        return f"ranks of heads by relative L1: {common([trace.config for trace in self.traces])}"
 
-    def notes(self) -> str:
-        """What the numbers are, and what they cannot be."""
-        return notes(self.traces, self.pairs)
+    def lines(self) -> Sequence[Line]:
+        """Return the reliability within each trace, then the correlation of every two."""
+        models = [pair for pair in self.pairs if pair.depth]
+        return [
+            *_group("reliability within", self.traces),
+            *_group("ρ between", self._matched()),
+            *_group("ρ over depth between", models),
+        ]
+
+    def shown_columns(self) -> Sequence[str]:
+        """Return the columns of the table; without two traces of one model those of correlations alone."""
+        return self.SHOWN if self._matched() else _KINDS
+
+    def interval_note(self) -> str:
+        """Return the line on n and intervals, of all traces."""
+        counts = list(dict.fromkeys(trace.samples for trace in self.traces))
+        if len(counts) == 1:
+            return text.intervals_note(counts[0])
+        listed = ", ".join(str(trace.samples) for trace in self.traces)
+        few = "; in parentheses, of fewer than five: ranges of single splits, pairs or samples"
+        return f"n = {listed} samples; in brackets: 95 % intervals over samples{few if min(counts) < LEAST else ''}."
+
+    def caveats(self) -> Sequence[str]:
+        """Return the overlap by chance, and where the prompts may be the same."""
+        known = [pair.perturbation["propagated"] for pair in self._matched()]
+        chance = [
+            f"Worst 10 %: random orders share {text.percent(one.chance)}, at most {text.percent(one.chance_most)}."
+            for one in known[:1]
+        ]
+        same = ["* One data set and seed: what is alike may be the prompts."]
+        return [*chance, *(same if any(one.paired for one in known) else [])]
+
+    def details(self) -> Sequence[Part]:
+        """Return the traces, ranks within and between them by perturbation and by gain, decode steps and depth."""
+        traces = [Line(str(trace.number), (trace,)) for trace in self.traces]
+        long = [line for line, trace in zip(traces, self.traces, strict=True) if trace.over_steps]
+        steps = [table("ρ of step 0 with the last third of the steps", long, _STEPS, self.FIRST)] if long else []
+        depth = [Line(name, (trace.depth[kind],)) for trace in self.traces for name, kind in _kinds(str(trace.number))]
+        return [
+            table("the traces", traces, _TRACES, ""),
+            *self._ranks("perturbation", "is perturbed"),
+            _RANKS_NOTE,
+            *self._gain(),
+            *steps,
+            table("where in depth it lies", depth, ("first_layer", "first_tenth", "half"), self.FIRST),
+            _DEPTH_NOTE,
+        ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per trace, kind, and what is ranked: reliability and mean ρ between two samples."""
+        """Return a row per trace, kind, and what heads are ranked by: reliability and mean ρ between two samples."""
         return [
-            {"trace": one.place, "dataset": one.dataset, **columns_of(one.config), "of": of, "kind": kind,
-             "samples": one.samples, "split_half": found.split_half.value, "pairwise": found.pairwise.value}
-            for one in self.traces for of in ("suffering", "gain") for kind, found in getattr(one, of).items()
+            {"trace": trace.number, "dataset": trace.dataset, **columns_of(trace.config), "ranked_by": name,
+             "kind": kind, "samples": trace.samples, "split_half": each.split_half.value,
+             "pairwise": each.pairwise.value}
+            for trace in self.traces for name in ("perturbation", "gain") for kind, each in getattr(trace, name).items()
         ]  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a reader needs, as JSON-able numbers."""
-        document: dict[str, Any] = plain(
-            {"baseline": self.baseline, "members": [vars(one) for one in self.traces],
-             "pairs": [vars(one) for one in self.pairs]}
-        )  # fmt: skip
-        return document
+    def _matched(self) -> list[TracePair]:
+        return [pair for pair in self.pairs if pair.perturbation]
+
+    def _ranks(self, name: str, verb: str) -> list[Part]:
+        """Return the tables of ranks within and between traces, by perturbation or by gain."""
+        within, between = (
+            [Line(label, (getattr(one, name)[kind],)) for one in members for label, kind in _kinds(one_name(one))]
+            for members, one_name in (
+                (self.traces, lambda trace: str(trace.number)),
+                (self._matched(), lambda pair: pair.name),
+            )
+        )
+        columns = ("rho", "corrected", "shared")
+        return [
+            table(f"within a trace: is it the same head that {verb}?", within, ("split_half", "pairwise"), self.FIRST),
+            *([table("between traces of one model: the same?", between, columns, "traces")] if between else []),
+        ]
+
+    def _gain(self) -> list[Part]:
+        if self.baseline is None:
+            return []
+        name = short_names([self.traces[0].config, self.baseline])[1]
+        return [*self._ranks("gain", f"gains over {name}"), _GAIN_NOTE]
 
 
 def stability(
@@ -227,53 +175,66 @@ def stability(
     baseline: str = "attention",
     budget: str | float | None = None,
 ) -> Stability:
-    """Are the heads that suffer the same ones? Over prompts, data sets, lengths, seeds, decode steps and models.
+    """Compare the ranks of heads by perturbation over prompts, data sets, lengths, seeds, decode steps and models.
 
-    A head suffers its relative L1 (METHOD: the quantities; L / ‖o_h‖₁), isolated and propagated, at step 0; what the
-    selection gains is the baseline's less its own. Heads are ranked in every sample; within a trace the ranks'
-    split-half reliability is told, between traces of one model Spearman's ρ of mean ranks, as measured and corrected
-    for both reliabilities. Between models only depth is compared.
+    Heads are ranked by relative L1 (METHOD: the quantities; L / ‖o_h‖₁), isolated and propagated, at step 0, in every
+    sample; and by what the selection gains, the baseline's less its own. Within a trace the ranks have a split-half
+    reliability, two traces of one model Spearman's ρ of mean ranks, as measured and corrected for both reliabilities.
+    Two models are compared over depth alone.
 
     Args:
         traces: from `measure` or `read_trace`, one or several.
         selection: a selection, a policy, or policy:selection, of which every trace has one configuration, alike in all
-            but the budget; of several the one without options that the name leaves unsaid, nor a correction.
-        baseline: what its gain is over; where a trace lacks it, no gain is told.
-        budget: as the runs have it, 128 or 0.05; by default the one that all traces hold.
+            but the budget; of several the one without options that the name does not give, nor a correction.
+        baseline: what its gain is over; where a trace lacks it, there is no gain.
+        budget: as the runs have it, 128 or 0.05; by default the one that all traces have.
 
     Raises TraceError for no trace, one that is given twice, one without a complete sample, and configurations that are
     not alike; ConfigError where several budgets, or configurations of one, are there to choose from.
 
     Example, of a `trace` of 5 samples:
         >>> import perturbkv as pk
-        >>> found = pk.stability(trace, budget=0.2)
-        >>> found.traces[0].suffering["propagated"].splits
+        >>> result = pk.stability(trace, budget=0.2)
+        >>> result.traces[0].perturbation["propagated"].splits
         10
     """
-    held = as_traces(traces)
-    check_apart(held)
-    wanted = None if budget is None else str(budget)
-    configs = chosen(held, selection, wanted)
-    baselines = _baselines(held, configs, baseline)
-    sides = zip(held, configs, baselines or repeat(None, len(held)), strict=True)
-    found = [TraceRanks.numbered(place, suffering(*one)) for place, one in enumerate(sides, 1)]
+    given = as_traces(traces)
+    check_distinct(given)
+    configs = choose(given, selection, None if budget is None else str(budget))
+    baselines = _baselines(given, configs, baseline)
+    sides = zip(given, configs, baselines or repeat(None, len(given)), strict=True)
+    ranked = [RankedTrace.of(number, relative_perturbation(*side)) for number, side in enumerate(sides, 1)]
     return Stability(
-        traces=tuple(map(of_trace, found)),
-        pairs=tuple(between(*pair) for pair in combinations(found, 2)),
+        traces=tuple(map(stable_trace, ranked)),
+        pairs=tuple(compare_pair(*pair) for pair in combinations(ranked, 2)),
         baseline=baselines[0] if baselines else None,
-        identity=together([identity(one.of.trace, [one.of.config]) for one in found]),
+        identity=together([identity(one.trace, [one.values.config]) for one in ranked]),
     )
 
 
 def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side: str) -> list[EvictionConfig]:
-    """Of each trace what the side means at the same budget; empty where one has no such, or the sides are one."""
+    """Return the baseline of each trace at the same budget; empty where one has none, or the sides are one."""
     try:
-        places = [of_selection(trace.run, side) for trace in traces]
+        indices = [of_selection(trace.run, side) for trace in traces]
     except TraceError:
         return []
-    found = [
-        meant([one for place in held if (one := trace.run.configs[place]).budget == config.budget], side)
-        for trace, held, config in zip(traces, places, configs, strict=True)
+    resolved = [
+        resolve([one for index in own if (one := trace.run.configs[index]).budget == config.budget], side)
+        for trace, own, config in zip(traces, indices, configs, strict=True)
     ]
-    known = [one for one, config in zip(found, configs, strict=True) if one is not None and one != config]
+    known = [one for one, config in zip(resolved, configs, strict=True) if one is not None and one != config]
     return known if len(known) == len(traces) else []
+
+
+def _group(name: str, members: Sequence[StableTrace] | Sequence[TracePair]) -> list[Line]:
+    """Return a line that names a group, and its members; nothing without members."""
+    return [Line(name, ()), *(Line(one.name, (one,)) for one in members)] if members else []
+
+
+def _kinds(name: str) -> list[tuple[str, str]]:
+    """Return the name of a line for each kind of perturbation, and the kind."""
+    return [(f"{name}, {kind}", kind) for kind in _KINDS]
+
+
+def _named_estimate(name: str, estimate: RankEstimate) -> tuple[str, float, str]:
+    return name, estimate.value, text.decimal(estimate.value, estimate.interval)

@@ -1,16 +1,9 @@
-"""Rows of one RULER task at one length, as lm-eval makes them in a fresh process that does nothing else.
+"""Rows of one RULER task at one length, as lm-eval generates them in a new process that does nothing else.
 
-Its files run with stand-ins for what fetches, draws, counts and reports. Random numbers are the run's own, so that no
-other task, length or caller moves them, and no global state is touched. Rows are made one after the other, so that the
-first of many are those of few.
-
-What RULER's tasks read: essays, SQuAD and HotpotQA, from --data-dir under RULER's own names, or from the hub.
-
-lm-eval's files ask for them as they would ask the web; here they are answered.
-
-Every `adjective-noun`, sorted and each once, without holding them: RULER draws its keys from six million.
-
-Sentences of essays by nltk's tokenizer, whose data is a download that only its user makes.
+lm-eval's files run with substitutes for downloads, random numbers, token counts and progress bars. Random generators
+are the run's own, so that no other task, length or caller changes them, and no global state is touched. Rows are made
+one after the other, so that the first of many are those of few. Essays, SQuAD and HotpotQA are read from --data-dir
+under RULER's own names, or from the hub. Keys are drawn from six million `adjective-noun` pairs that are never listed.
 """
 
 from __future__ import annotations
@@ -41,20 +34,20 @@ from perturbkv.user_files import FileKind
 
 ESSAYS = "PaulGrahamEssays.json"
 NAMES = {"dev-v2.0.json": "squad.json", "hotpot_dev_distractor_v1.json": "hotpotqa.json"}
-"""A file as its address calls it -> as RULER calls it; either will do."""
+"""File name in the web address -> RULER's own name; both are accepted."""
 FILE = FileKind("a JSON file (UTF-8)", DatasetError)
 _ON_HUB = re.compile(r"https://huggingface\.co/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 @dataclass
 class Data:
-    """Answers what lm-eval's files ask for; what was asked for once is not read again.
+    """Substitutes for the downloads of lm-eval's files; each file is read once.
 
     Attributes:
-        task: that asks, for errors.
-        folder: where files are looked for first.
-        path: of the file that was read.
-        record: where it came from and its SHA-256.
+        task: name of the task, for errors.
+        folder: folder where files are searched first.
+        path: path of the file that was read.
+        record: its source and SHA-256, for the trace.
     """
 
     task: str
@@ -64,20 +57,20 @@ class Data:
     _held: dict[str, Any] = field(default_factory=dict)
 
     def load_dataset(self, repo: str, **more: Any) -> dict[str, list[str]]:
-        """In place of `datasets.load_dataset`, of essays: their texts. Raises DatasetError."""
+        """Return the texts of the essays, in place of `datasets.load_dataset`. Raises DatasetError."""
         if repo not in self._held:
             local = self._local(ESSAYS)
             self._held[repo] = self._essay(local) if local else self._essays(repo)
         return {"text": self._held[repo]}
 
     def get(self, address: str, **more: Any) -> Any:
-        """In place of `requests.get`, of a JSON file. Raises DatasetError."""
+        """Return the response with a JSON file, in place of `requests.get`. Raises DatasetError."""
         if address not in self._held:
             name = address.rpartition("/")[2]
             known = NAMES.get(name, name)
             local = self._local(known) or self._local(name)
-            path = local or self._fetched(address, known)
-            self._held[address] = FILE.read_json(self._noted(path, "file" if local else address))
+            path = local or self._download(address, known)
+            self._held[address] = FILE.read_json(self._record_source(path, "file" if local else address))
         return SimpleNamespace(raise_for_status=lambda: None, json=lambda: self._held[address])
 
     def _local(self, name: str) -> Path | None:
@@ -87,22 +80,22 @@ class Data:
         return next((path for path in places if os.path.lexists(path)), None)
 
     def _essay(self, path: Path) -> list[str]:
-        """All of them in one, as RULER's own script leaves them."""
-        found = FILE.read_json(self._noted(path, "file"))
-        text = found.get("text") if isinstance(found, dict) else None
+        """Return all essays as one text, as RULER's own script stores them."""
+        document = FILE.read_json(self._record_source(path, "file"))
+        text = document.get("text") if isinstance(document, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise FILE.refusal(path, "no object with a text `text`")
         return [text]
 
     def _essays(self, repo: str) -> list[str]:
-        """Of the hub's own conversion, whose layout is the same for every data set."""
+        """Return the essays of the hub's own conversion, whose layout is the same for every dataset."""
         import pyarrow.parquet as parquet
 
         path = Path(hub_file(self.task, ESSAYS, repo, "default/train/0000.parquet", "refs/convert/parquet"))
-        texts = parquet.read_table(self._noted(path, repo), columns=["text"])["text"].to_pylist()
+        texts = parquet.read_table(self._record_source(path, repo), columns=["text"])["text"].to_pylist()
         return [str(text) for text in texts]
 
-    def _fetched(self, address: str, local: str) -> Path:
+    def _download(self, address: str, local: str) -> Path:
         on_hub = _ON_HUB.fullmatch(address)
         if on_hub:
             return Path(hub_file(self.task, local, on_hub["repo"], on_hub["file"], on_hub["revision"]))
@@ -112,17 +105,17 @@ class Data:
         )
         raise DatasetError(msg)
 
-    def _noted(self, path: Path, source: str) -> Path:
+    def _record_source(self, path: Path, source: str) -> Path:
         digest = hashlib.sha256(FILE.read_bytes(path)).hexdigest()
         self.path, self.record = path, {"source": source, "file_sha256": digest}
         return path
 
 
 class Pairs(Sequence[str]):
-    """What `sorted({f"{first}-{second}" for first in firsts for second in seconds})` holds, in its order.
+    """The sequence `sorted({f"{first}-{second}" for first in firsts for second in seconds})`, without storing it.
 
-    Pairs of one first word stand together, unless another first word goes on behind its hyphen (`well`, `well-kept`):
-    such first words are one group, whose pairs are made and sorted when it is looked into.
+    Pairs of one first word are consecutive, unless another first word continues after its hyphen (`well`, `well-kept`):
+    such first words form one group, whose pairs are made and sorted on access.
     """
 
     def __init__(self, firsts: Iterable[str], seconds: Iterable[str]) -> None:
@@ -148,9 +141,9 @@ class Pairs(Sequence[str]):
     def __getitem__(self, place: int | slice) -> str | list[str]:
         if isinstance(place, slice):
             return [self[one] for one in range(*place.indices(len(self)))]
-        found = range(len(self))[place]
-        group = bisect.bisect_right(self._ends, found)
-        within = found - (self._ends[group - 1] if group else 0)
+        index = range(len(self))[place]
+        group = bisect.bisect_right(self._ends, index)
+        within = index - (self._ends[group - 1] if group else 0)
         heads = self._groups[group]
         return heads[0] + self._seconds[within] if len(heads) == 1 else self._sorted(heads)[within]
 
@@ -159,7 +152,7 @@ class Pairs(Sequence[str]):
 
 
 def sentences(text: str) -> list[str]:
-    """In place of `nltk.sent_tokenize`, imported when it is needed. Raises DatasetError where nltk lacks its data."""
+    """Split text into sentences, in place of `nltk.sent_tokenize`. Raises DatasetError where nltk lacks its data."""
     import nltk
 
     try:
@@ -173,7 +166,7 @@ def sentences(text: str) -> list[str]:
 
 
 NUMPY_SEED = 1234
-"""lm-eval's default for NumPy, whatever `--seed` gives Python's `random`."""
+"""lm-eval's default seed for NumPy; `--seed` only seeds Python's `random`."""
 MOST_TRIES = 100
 """Prompts counted for one row since the last shorter one: some of lm-eval's loops never end where none fits."""
 _PACKAGE = "lm_eval.tasks.ruler."
@@ -181,14 +174,14 @@ _KEYS = "prepare_niah"
 
 
 @dataclass(frozen=True)
-class Making:
-    """What rows are made with.
+class RowMaker:
+    """Everything that rows depend on.
 
     Attributes:
-        folder: of lm-eval's files.
-        tokenizer: that counts, special tokens included, as lm-eval counts.
-        seed: of Python's random numbers.
-        data: that some tasks read.
+        folder: folder of lm-eval's files.
+        tokenizer: tokenizer for lengths, special tokens included, as lm-eval counts.
+        seed: seed of Python's random numbers.
+        data: data that some tasks read.
     """
 
     folder: Path
@@ -197,10 +190,10 @@ class Making:
     data: Data
 
     def make(self, maker: tuple[str, str], length: int, tried: int) -> Sequence[Mapping[str, Any]]:
-        """The first `tried` rows whose prompt and answer fit `length` tokens, without those that do not.
+        """Return those of the first `tried` rows whose prompt and answer fit `length` tokens.
 
-        Raises NoEnd or ValueError where none does, DatasetError for missing data, and whatever files of another version
-        raise.
+        Raises NoEnd or ValueError where none does, DatasetError for missing data, and anything for lm-eval files of an
+        unknown version.
         """
         file, function = maker
         names = _Files(self, _Counting(self.tokenizer, tried)).names(file)
@@ -209,19 +202,22 @@ class Making:
 
 
 class _Draws(random.Random):
-    """In place of the module `random`."""
+    """The substitute for the module `random`."""
 
     Random = random.Random
 
     def sample(self, population: Any, k: int, *, counts: Iterable[int] | None = None) -> list[Any]:
-        """As ever; raises NoEnd for more than there are, which some of lm-eval's loops would try for ever."""
+        """Draw a sample as `random.sample`.
+
+        Raises NoEnd where k is too large, which some of lm-eval's loops retry forever.
+        """
         if k > len(population):
             raise NoEnd
         return super().sample(population, k, counts=counts)
 
 
 class _Counting:
-    """In place of progress bars and tokenizer: stops behind the last row that is wanted, and where none would come."""
+    """The substitute for progress bars and tokenizer, which stops after the last requested row or too many tries."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self._tokenizer, self._rows = tokenizer, rows
@@ -229,7 +225,7 @@ class _Counting:
         self._in_row = False
 
     def bar(self, places: Iterable[int], **more: Any) -> Iterator[int]:
-        """The places of the rows, as many as are wanted."""
+        """Yield the indices of the rows, as many as are requested."""
         self._in_row = True
         for place in itertools.islice(places, self._rows):
             self._tries, self._shortest = 0, math.inf
@@ -237,19 +233,19 @@ class _Counting:
         self._in_row = False
 
     def tokens(self, text: str) -> Any:
-        """The text's tokens. Raises NoEnd where a row's prompts have long not become shorter."""
-        found = self._tokenizer(text)["input_ids"]
-        self._tries = 0 if len(found) < self._shortest else self._tries + 1
-        self._shortest = min(self._shortest, len(found))
+        """Return the text's tokens. Raises NoEnd where a row's prompts have not become shorter for long."""
+        ids = self._tokenizer(text)["input_ids"]
+        self._tries = 0 if len(ids) < self._shortest else self._tries + 1
+        self._shortest = min(self._shortest, len(ids))
         if self._in_row and self._tries > MOST_TRIES:  # before the rows, a size is searched for: ever longer prompts
             raise NoEnd
-        return SimpleNamespace(input_ids=found)
+        return SimpleNamespace(input_ids=ids)
 
 
 class _Files:
-    """lm-eval's files, each run where another imports it."""
+    """lm-eval's files, each executed where another imports it."""
 
-    def __init__(self, making: Making, counting: _Counting) -> None:
+    def __init__(self, making: RowMaker, counting: _Counting) -> None:
         self._folder, self._counting = making.folder, counting
         self._stand_ins = {
             "random": _Draws(making.seed),
@@ -267,14 +263,14 @@ class _Files:
         }
 
     def names(self, file: str) -> dict[str, Any]:
-        """What a file defines."""
+        """Return the names that a file defines."""
         keyed = file == _KEYS
-        found = run_file(self._folder / f"{file}.py", self._without_words if keyed else self._stand_in)
+        names = run_file(self._folder / f"{file}.py", self._without_words if keyed else self._stand_in)
         more: dict[str, Any] = {"WORDS": _words()} if keyed else {}
-        if "get_tokenizer" in found:
+        if "get_tokenizer" in names:
             more["get_tokenizer"] = lambda name: self._counting.tokens
-        found.update(more)
-        return found
+        names.update(more)
+        return names
 
     def _stand_in(self, name: str) -> Any:
         if name.startswith(_PACKAGE):
@@ -282,7 +278,10 @@ class _Files:
         return self._stand_ins.get(name)
 
     def _without_words(self, name: str) -> Any:
-        """Of the six million words that a file makes of these (20 s and 900 MB) none is made: `Pairs` holds them."""
+        """Return the substitute of a module.
+
+        The six million words of `wonderwords` (20 s and 900 MB) are left to `Pairs`.
+        """
         if name == "wonderwords":
             none: dict[str, list[str]] = {"nouns": [], "adjectives": [], "verbs": []}
             return SimpleNamespace(RandomWord=lambda: SimpleNamespace(_categories=none))
@@ -291,7 +290,7 @@ class _Files:
 
 @functools.cache
 def _words() -> Pairs:
-    """The keys of needles: an adjective and a noun."""
+    """Return the keys of needles: an adjective and a noun."""
     import wonderwords
 
     words = wonderwords.RandomWord()._categories

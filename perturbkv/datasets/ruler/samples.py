@@ -1,4 +1,4 @@
-"""RULER's rows as samples: context and question apart, the answer's beginning at the assistant's turn."""
+"""Samples from RULER's rows: context and question separate, the answer's beginning in the assistant's turn."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.external_code import NoEnd
 from perturbkv.datasets.ruler import tasks
-from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Data, Making
+from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Data, RowMaker
 from perturbkv.datasets.ruler.tasks import Task
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
 
 MOST_ROWS = 500
-"""Of a task at one length, in lm-eval."""
+"""Number of rows of a task at one length in lm-eval."""
 NONE_FITS = "Could not generate any"
-"""What lm-eval's ValueError says where every row was too long."""
+"""Text of lm-eval's ValueError where every row was too long."""
 _LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-"""Tried for whoever asked for less than a task needs."""
+"""Lengths to suggest where the requested one is too short for a task."""
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """Samples that go through the lengths in turn; sample i is the same however many are asked for.
+    """Return samples that cycle through the lengths; sample i does not depend on the number of samples.
 
     Raises DatasetError where lm-eval, a package or data is missing, and for a length that is too short.
     """
     task, data, lengths = tasks.read(name), Data(name, options.data_dir), options.lengths
-    making, share = Making(tasks.folder(), tokenizer, options.seed, data), -(-options.samples // len(lengths))
+    making, share = RowMaker(tasks.folder(), tokenizer, options.seed, data), -(-options.samples // len(lengths))
     rows = [_rows(making, task, length, share) for length in lengths]
     places = [(place, rows[place % len(rows)][place // len(rows) :][:1]) for place in range(options.samples)]
-    samples = tuple(_sample(place, row, task) for place, found in places for row in found)
+    samples = tuple(_sample(place, row, task) for place, chosen in places for row in chosen)
     recorded = {
         "lengths": list(lengths),
         "seeds": {"random": options.seed, "numpy": NUMPY_SEED},
@@ -42,26 +42,26 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     return LoadedDataset(samples, recorded | data.record, (task,))
 
 
-def _rows(making: Making, task: Task, length: int, wanted: int) -> Rows:
-    """At least one row, and `wanted` where lm-eval makes as many: it leaves out what is too long.
+def _rows(making: RowMaker, task: Task, length: int, wanted: int) -> Rows:
+    """Return at least one row, and `wanted` where lm-eval generates as many: it drops those that are too long.
 
-    Raises DatasetError for a length that none fits.
+    Raises DatasetError for a length that no row fits.
     """
-    rows, tried = _tried(making, task, length, wanted), wanted
+    rows, tried = _try_rows(making, task, length, wanted), wanted
     while len(rows) < wanted and tried < MOST_ROWS:
         tried = min(2 * tried, MOST_ROWS) if rows else MOST_ROWS
-        rows = _tried(making, task, length, tried)
+        rows = _try_rows(making, task, length, tried)
     if rows:
         return rows
-    enough = next((other for other in _LENGTHS if other > length and _tried(making, task, other, 1)), None)
+    enough = next((other for other in _LENGTHS if other > length and _try_rows(making, task, other, 1)), None)
     do = f"use --length {enough} or more" if enough else "take another task, or a model of another tokenizer"
     msg = f"no prompt of '{task.name}' fits {length:,} tokens of this model's tokenizer, answer included; {do}"
     raise DatasetError(msg)
 
 
-def _tried(making: Making, task: Task, length: int, tried: int) -> Rows:
-    """What becomes of the first rows of lm-eval's; none where they are too long, or so short that nothing is asked."""
-    with tasks.explained(task.name, lambda: making.data.path):
+def _try_rows(making: RowMaker, task: Task, length: int, tried: int) -> Rows:
+    """Return those of lm-eval's first rows that fit; none where they are too short for a question."""
+    with tasks.explain_errors(task.name, lambda: making.data.path):
         try:
             rows = making.make(task.maker, length, tried)
         except NoEnd:
@@ -75,7 +75,7 @@ def _tried(making: Making, task: Task, length: int, tried: int) -> Rows:
 
 def _sample(place: int, row: Mapping[str, Any], task: Task) -> Sample:
     text = str(row["input"])
-    border = text.rfind(task.question_begins)
+    border = text.rfind(task.question_start)
     return Sample(
         id=f"{place}-{row['max_length']}",
         context=text[:border],

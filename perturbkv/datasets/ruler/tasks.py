@@ -1,8 +1,7 @@
-"""RULER's tasks as lm-eval 0.4.13 describes them: which function makes one, how long an answer is, what grades it.
+"""RULER's tasks as lm-eval 0.4.13 defines them: the function of their rows, answer length, and metric.
 
-Its `tasks/ruler/*.yaml` are read as files, each with the one that it includes.
-
-RULER's metrics by lm-eval's own functions: the share of the accepted answers that stand in the text, in any case.
+The files `tasks/ruler/*.yaml` are read with the files that they include. RULER's metrics, the share of the accepted
+answers that occur in the text, ignoring case, are lm-eval's own functions.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ _OTHERWISE = (
     OSError, SyntaxError, ImportError, LookupError, TypeError, ValueError, AttributeError, AssertionError,
 )  # fmt: skip
 METRICS = {"process_results": "string_match_all", "process_results_part": "string_match_part"}
-"""lm-eval's function that grades -> the metric that it calls."""
+"""lm-eval's grading function -> the metric that it calls."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """How RULER asks and grades.
+    """Prompt and metric of a RULER task.
 
     Attributes:
-        name: with `ruler:` before it.
+        name: name, with `ruler:` before it.
         maker: file and function that make its rows: `vt_utils`, `get_vt_dataset`.
-        template: of a prompt and mostly its answer's beginning, with `{context}` in it.
+        template: the prompt and mostly the beginning of its answer, with `{context}` in it.
         grader: the function of `common_utils` that grades an answer.
-        generation_length: tokens of an answer at most.
+        generation_length: longest answer in tokens.
         until: texts before which an answer ends.
-        delimiter: between prompt and answer's beginning, where no chat template stands between them.
-        version: of lm-eval.
+        delimiter: text between prompt and answer's beginning, where no chat template separates them.
+        version: version of lm-eval.
     """
 
     name: str
@@ -62,13 +61,13 @@ class Task:
         return METRICS[self.grader]
 
     @property
-    def question_begins(self) -> str:
-        """What the template goes on with behind the context, up to the first word's end: the question begins there."""
-        found = re.match(r"\s*\S+", self.template.partition(CONTEXT)[2])
-        return found[0] if found else ""
+    def question_start(self) -> str:
+        """The template's text after the context, up to the end of the first word: the beginning of the question."""
+        match = re.match(r"\s*\S+", self.template.partition(CONTEXT)[2])
+        return match[0] if match else ""
 
     def record(self) -> dict[str, Any]:
-        """What was used, for the trace."""
+        """Return the task's wording for the trace."""
         return {
             "from": f"lm-eval {self.version}",
             "template": self.template,
@@ -80,25 +79,25 @@ class Task:
 
 
 def folder() -> Path:
-    """lm-eval's folder of RULER, found without importing it. Raises DatasetError where lm-eval is missing."""
+    """Return lm-eval's folder of RULER without importing lm-eval. Raises DatasetError where it is missing."""
     return wording.lm_eval_folder("RULER's tasks come from lm-eval", "ruler", INSTALL)
 
 
 def read(name: str) -> Task:
-    """One of RULER's tasks. Raises DatasetError where lm-eval or a package is missing, or is another than ours."""
+    """Return a RULER task. Raises DatasetError where lm-eval or a package is missing or of an unknown version."""
     where = folder()
-    with explained(name):
-        found = _merged(where / f"{name.removeprefix(RULER_PREFIX)}.yaml")
-        file, function = str(found["custom_dataset"]).split(".")
-        answer = found["generation_kwargs"]
+    with explain_errors(name):
+        document = _read_merged(where / f"{name.removeprefix(RULER_PREFIX)}.yaml")
+        file, function = str(document["custom_dataset"]).split(".")
+        answer = document["generation_kwargs"]
         made = Task(
             name,
             (file, function),
             _template(where / f"{file}.py"),
-            str(found["process_results"]).removeprefix("common_utils."),
+            str(document["process_results"]).removeprefix("common_utils."),
             int(answer["max_gen_toks"]),
             tuple(answer["until"]),
-            str(found["target_delimiter"]),
+            str(document["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
         _check(made)
@@ -106,32 +105,35 @@ def read(name: str) -> Task:
 
 
 @contextmanager
-def explained(name: str, source: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
-    """Whatever lm-eval's files raise becomes a DatasetError; `source` names a file of data that they have read."""
+def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
+    """Turn whatever lm-eval's files raise into a DatasetError.
+
+    `source` returns the path of the data file they have read.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         msg = f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}"
         raise DatasetError(msg) from None
     except _OTHERWISE as error:
-        version, said = importlib.metadata.version("lm_eval"), " ".join(str(error).split())[:120]
+        version, message = importlib.metadata.version("lm_eval"), " ".join(str(error).split())[:120]
         path = source()
         origin, do = (f" from {path}", f"bring the whole file, or {INSTALL}") if path else ("", INSTALL)
-        got = f"lm-eval {version} ({type(error).__name__}: {said})"
+        got = f"lm-eval {version} ({type(error).__name__}: {message})"
         msg = f"expected '{name}' as lm-eval 0.4.13 makes it{origin}, got {got}; {do}"
         raise DatasetError(msg) from None
 
 
 def _check(task: Task) -> None:
-    """Raise KeyError for a grader that we do not know, ValueError for a template that does not ask behind a context."""
+    """Raise KeyError for an unknown grader, ValueError for a template without a question after the context."""
     _ = task.metric
-    if not task.question_begins:
+    if not task.question_start:
         msg = f"no question behind {CONTEXT} in its template"
         raise ValueError(msg)
 
 
 def _template(path: Path) -> str:
-    """Of the rest of lm-eval and of what fetches data, the file gets nothing."""
+    """Return the template of a task's file, with empty modules for the rest of lm-eval and for downloads."""
     return str(run_file(path, lambda name: _Nothing() if name.split(".")[0] in _FETCHING else None)["TEMPLATE"])
 
 
@@ -142,21 +144,21 @@ class _Nothing:
         return None
 
 
-def _merged(path: Path) -> dict[str, Any]:
-    """A YAML file over the one that it includes."""
-    found = dict(wording.parsed(path))
-    included = found.pop("include", None)
-    return {**_merged(path.parent / str(included)), **found} if included else found
+def _read_merged(path: Path) -> dict[str, Any]:
+    """Return a YAML file merged over the one that it includes."""
+    document = dict(wording.read_yaml(path))
+    included = document.pop("include", None)
+    return {**_read_merged(path.parent / str(included)), **document} if included else document
 
 
 _LENGTH = 4096
-"""lm-eval files a score under its prompt's length; any will do."""
+"""Any prompt length: lm-eval stores a score under it."""
 
 
 def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
-    """The metric's name, and what gives text of an answer and accepted answers their score, 0 to 1.
+    """Return the metric's name, and a function from an answer's text and the accepted answers to a score, 0 to 1.
 
-    Raises DatasetError where lm-eval is missing or is another than ours.
+    Raises DatasetError where lm-eval is missing or of an unknown version.
     """
     worded = read(task)
     function = _functions()[worded.grader]
@@ -172,6 +174,6 @@ def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """lm-eval's functions, without transformers' tokenizers, which they do not need."""
+    """Return lm-eval's functions, without transformers' tokenizers, which they do not need."""
     unused = SimpleNamespace(AutoTokenizer=None)
     return run_file(folder() / "common_utils.py", lambda name: unused if name == "transformers" else None)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from perturbkv.configs.resources import Resources
-from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
 from perturbkv.display import Table, as_html
 from perturbkv.escaping import line
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading
-from perturbkv.pipeline.answers.generation import Answers, answer
+from perturbkv.pipeline.answers.generation import AnswerOptions, Answers, answer
 from perturbkv.pipeline.answers.grading import Decode, metrics_of
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.answers_file import WrittenAnswers
 
 _FULL = "full cache"
@@ -201,19 +201,6 @@ def _table(row: Mapping[str, Any]) -> Table:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked beside a run: how often caches are compressed again, and whether they follow the full one's text.
-
-    Attributes:
-        compress_every: entries of a cache above which it is; None: never.
-        divergence: whether every cache reads the full one's answer too.
-    """
-
-    compress_every: int | None = None
-    divergence: bool = False
-
-
-@dataclass(frozen=True)
 class Answered:
     """One prompt's answers, and its line of generation.jsonl."""
 
@@ -221,13 +208,11 @@ class Answered:
     row: dict[str, Any]
 
 
-def answered(adapter: Adapter, prompt: Prompt, run: RunConfig, asked: Asked, resources: Resources) -> Answered:
+def answered(
+    adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources
+) -> Answered:
     """Answer a prompt from its full cache and every configuration's. Raises what `answer` raises."""
-    made = answer(
-        adapter, prompt, run.configs, run.generate, scenario=run.scenario, layout=run.cache,
-        head_scores=run.head_scores, compress_every=asked.compress_every, divergence=asked.divergence,
-        resources=resources,
-    )  # fmt: skip
+    made = answer(adapter, prompt, run, options, resources)
     line = row(prompt, made, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
     return Answered(_on_cpu(made), line)
 

@@ -5,12 +5,11 @@ A prompt read for its answer: each layer is evicted as soon as it is read, and n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv import memory
@@ -27,14 +26,16 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.recompression import Compression, Compressor
+from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, follow
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
+from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
 from perturbkv.pipeline.variants import corrected, page_reading, quantised
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 
 if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
@@ -43,33 +44,15 @@ if TYPE_CHECKING:
 _DEFAULT = Resources()
 
 
-@dataclass(frozen=True)
-class Evicted:
-    """A prompt whose cache was evicted while it was read.
-
-    Attributes:
-        cache: one row per configuration, behind a row that keeps everything where `with_full` asked for it.
-        logits: of the context's last position.
-        queries: per layer the last queries (head, query, d_head), as many as the largest window.
-    """
-
-    cache: CompactCache
-    logits: Float[Tensor, " vocab"]
-    queries: list[Tensor]
-
-
 def read_evicting(
     adapter: Adapter,
-    context: Sequence[int],
-    configs: Sequence[EvictionConfig],
-    sample: str,
+    prompt: Prompt,
+    run: ResolvedRun,
+    resources: Resources = _DEFAULT,
     *,
     with_full: bool = False,
-    layout: str = "ragged",
-    head_scores: Sequence[Sequence[float]] = (),
     above: int = 0,
-    resources: Resources = _DEFAULT,
-) -> Evicted:
+) -> EvictedPrompt:
     """Prefill, and evict each layer as soon as it is read: at no time does more than one layer's full cache lie there.
 
     `with_full` puts a row that keeps everything first, for which all layers stay. So they do until the prompt is read
@@ -78,78 +61,77 @@ def read_evicting(
 
     Raises what `entries.check_positions` raises.
     """
-    entries.check_positions(configs, adapter.config, adapter.name)
+    entries.check_positions(run.configs, adapter.config, adapter.name)
+    context, _ = prompt.parts(run.scenario)
     whole = len(context) <= above
-    waits = not whole and any(compatibility.needs_all_layers(config) for config in configs)
-    given = sources(adapter, context, [] if whole else configs, {})
-    rows = _Rows(adapter, configs, with_full, layout, whole)
-    take = rows.remember if waits else rows.take
-    read = prefill(adapter, context, configs, resources, sample, head_scores, take, given, whole=waits)
-    read.finite.raise_if_not(sample)
-    if waits:
+    given = sources(adapter, context, [] if whole else run.configs, {})
+    rows = _Rows(adapter, run, with_full, keeps=whole)
+    read = prefill(adapter, prompt, run, resources, given, rows)
+    read.finite.raise_if_not(prompt.sample_id)
+    if rows.whole:
         rows.evict_all(read)
-    rows.stored.raise_if_not(sample)
-    behind = [0] * len(configs) if whole else entries.positions_behind(configs, len(context))
+    rows.stored.raise_if_not(prompt.sample_id)
+    behind = [0] * len(run.configs) if whole else entries.positions_behind(run.configs, len(context))
     cache = CompactCache(beside(adapter, rows.layers, read.windows), [*([0] if with_full else []), *behind])
-    return Evicted(cache, read.logits, rows.queries)
+    return EvictedPrompt(cache, read.logits, rows.queries)
 
 
 class _Rows:
-    """The rows of the cache to be, layer by layer: one that keeps everything where it is asked for, and `configs`."""
+    """The rows of the cache to be, layer by layer: one that keeps everything where it is asked for, and the run's.
 
-    def __init__(
-        self, adapter: Adapter, configs: Sequence[EvictionConfig], with_full: bool, layout: str, whole: bool
-    ) -> None:
-        self._adapter, self._configs, self._with_full, self._layout = adapter, configs, with_full, layout
-        self._whole = whole or not configs
-        self._window = max((config.window for config in configs), default=1)
+    Args:
+        adapter: the model.
+        run: whose configurations are evicted.
+        with_full: whether a row that keeps everything comes first.
+        keeps: whether nothing is evicted yet.
+    """
+
+    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keeps: bool) -> None:
+        self._adapter, self._configs, self._layout = adapter, run.configs, run.cache
+        self._with_full, self._keeps = with_full, keeps
+        self._window = max(config.window for config in run.configs)
+        self.whole = not keeps and any(compatibility.needs_all_layers(config) for config in run.configs)
         self.layers: list[CompactLayer] = []
         self.queries: list[Tensor] = []
         self.stored = FiniteCheck()
 
-    def remember(self, found: Statistics, seen: LayerView) -> None:
-        """Of a layer that is evicted later its last queries."""
+    def visit(self, found: Statistics, seen: LayerView) -> None:
+        """Take a layer that was read: its last queries, and its entries unless all layers are waited for."""
         self.queries.append(seen.queries[:, -self._window :].clone())
-
-    def take(self, found: Statistics, seen: LayerView) -> None:
-        """A layer that was read."""
-        self.remember(found, seen)
-        self._evict(found, seen.layer, seen.keys, seen.values)
+        if not self.whole:
+            self._evict(FullLayer(self._adapter, found, seen.layer, seen.keys, seen.values))
 
     def evict_all(self, read: Prefill) -> None:
-        """All layers of a prompt that was read, each let go when it is evicted."""
-        for layer in range(len(self._adapter.layers)):
-            held = self._adapter.held(read.cache, layer)
-            self._evict(read.statistics, layer, held.keys[0], held.values[0])
+        """Evict all layers of a prompt that was read, each let go when it is evicted."""
+        for index in range(len(self._adapter.layers)):
+            self._evict(FullLayer.of(self._adapter, read, index))
+            held = self._adapter.held(read.cache, index)
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
-    def _evict(self, found: Statistics, layer: int, keys: Tensor, values: Tensor) -> None:
-        kept, stand_ins = (self._all(keys, values), {}) if self._whole else self._kept(found, layer, keys, values)
+    def _evict(self, layer: FullLayer) -> None:
+        kept, stand_ins = (self._all(layer), {}) if self._keeps else self._kept(layer)
         for row, config in zip(kept, self._configs, strict=True):
             if config.quantised:
-                quantised.look(self.stored, self._adapter.layer_indices[layer], row)
-        everything = [borrow(keys, values)] if self._with_full else []
+                quantised.look(self.stored, self._adapter.layer_indices[layer.index], row)
+        everything = [borrow(layer.keys, layer.values)] if self._with_full else []
         by_row = {place + len(everything): one for place, one in stand_ins.items()}
         rows, heads = [*everything, *kept], self._adapter.heads
-        self.layers.append(CompactLayer(rows, heads, found.tokens, self._layout, stand_ins=by_row))
+        self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=by_row))
 
-    def _all(self, keys: Tensor, values: Tensor) -> list[KeptEntries]:
-        row = borrow(keys, values)
-        return [quantisation.quantised(row, one) if one.quantised else row for one in self._configs]
+    def _all(self, layer: FullLayer) -> list[KeptEntries]:
+        row = borrow(layer.keys, layer.values)
+        return [quantisation.quantise_entries(row, one) if one.quantised else row for one in self._configs]
 
-    def _kept(
-        self, found: Statistics, layer: int, keys: Tensor, values: Tensor
-    ) -> tuple[list[KeptEntries], dict[int, StandIn]]:
-        """What each configuration keeps, and what stands in for what it does not."""
+    def _kept(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
+        """Return what each configuration keeps, and what stands in for what it does not."""
         configs = self._configs
-        read = page_reading.rows(self._adapter, found, layer, dict(enumerate(configs)), keys, values)
+        read = page_reading.rows(layer, dict(enumerate(configs)))
         if len(read) == len(configs):
             return [read[place] for place in range(len(configs))], {}
-        chosen = found.groups(configs, layer, keys, values)
-        (counts,) = lengths([chosen], len(configs), keys.device)
-        kept = keep(chosen, range(len(configs)), counts, keys, values)
-        means = found.mean_queries
-        made = corrected.corrections(self._adapter, layer, kept.entries, configs, means, (keys, values), found.tokens)
+        chosen = layer.groups(configs)
+        (counts,) = lengths([chosen], len(configs), layer.keys.device)
+        kept = keep(chosen, range(len(configs)), counts, layer.keys, layer.values)
+        made = corrected.corrections(layer, kept.entries, configs)
         kept = quantisation.stored(entries.positions_in_cache(kept, configs, self._adapter.frequencies), configs)
         stand_ins = {place: one.stand_in for place, one in made.items()}
         held = kept.entries | read
@@ -192,24 +174,22 @@ def check_memory(planned: Plan) -> None:
 @torch.inference_mode()
 def generate(
     adapter: Adapter,
-    cache: CompactCache,
+    read: EvictedPrompt,
     question: Sequence[int],
-    logits: Float[Tensor, "*row vocab"],
     most: int,
-    ends: Collection[int],
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> list[list[int]]:
-    """At most `most` tokens per row, greedily; a row ends before the first token of `ends`.
+    """Return at most `most` tokens per row of the prompt's cache, greedily; a row ends before the first end token.
 
-    `logits` are those after the context, of all rows or of each: where there is no question, first tokens come from
-    them. `check` looks at all others. Without a compressor, rows that ended leave the cache once they are half of it.
+    Where there is no question, first tokens come from the prompt's logits; `check` looks at all others. Without a
+    compressor, rows that ended leave the cache once they are half of it.
     """
-    looked = check or FiniteCheck()
+    looked, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
     rows = cache.layers[0].batch
     watch = Observer(attention=None if compressor is None else compressor.watch)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
-    following = logits.argmax(dim=-1).expand(rows)
+    following = read.logits.argmax(dim=-1).expand(rows)
     made: list[list[int]] = [[] for _ in range(rows)]
     held, open_rows = list(range(rows)), set(range(rows))
     with decode_from(adapter, cache), capture(adapter, watch):
@@ -261,49 +241,45 @@ class Answers:
     stored: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How answers are generated, beside a run's own settings.
+
+    Attributes:
+        compress_every: entries of a cache above which it is compressed again; None: never.
+        divergence: whether every cache reads the full one's answer too.
+    """
+
+    compress_every: int | None = None
+    divergence: bool = False
+
+
 @memory.told()
 def answer(
-    adapter: Adapter,
-    prompt: Prompt,
-    configs: Sequence[EvictionConfig],
-    most: int,
-    *,
-    scenario: str = "regular",
-    layout: str = "ragged",
-    head_scores: Sequence[Sequence[float]] = (),
-    compress_every: int | None = None,
-    divergence: bool = False,
-    resources: Resources = _DEFAULT,
+    adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:
     """Read a prompt and answer it from its full cache and from every configuration's, in one batch.
 
-    With `divergence` all of them then read the full cache's answer.
-
     Raises ActivationError for NaN or Inf, NoMemoryError.
     """
-    context, question = prompt.parts(scenario)
-    read = read_evicting(
-        adapter, context, configs, prompt.sample_id, with_full=True, layout=layout, head_scores=head_scores,
-        above=compress_every or 0, resources=resources,
-    )  # fmt: skip
-    held, stored = _held(read.cache, configs), _stored(read.cache, configs, adapter.d_head)
-    again = read.cache.fresh() if divergence else None
+    limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
+    read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
+    held, stored = _held(read.cache, run.configs), _stored(read.cache, run.configs, adapter.d_head)
+    again = replace(read, cache=read.cache.fresh()) if options.divergence else None
 
-    def compressing(cache: CompactCache) -> Compressor | None:
-        if compress_every is None:
+    def compressing(prompt_cache: EvictedPrompt) -> Compressor | None:
+        if limit is None:
             return None
-        return Compressor(
-            adapter, cache, configs, compress_every, read.queries, prompt.sample_id, 1, resources, head_scores
-        )
+        return Compressor(adapter, prompt_cache, run, limit, prompt.sample_id, resources)
 
-    compressor, check = compressing(read.cache), FiniteCheck()
-    full, *evicted = generate(adapter, read.cache, question, read.logits, most, end_tokens(adapter), compressor, check)
-    followed = None if again is None else follow(adapter, again, question, full, compressing(again), check)
+    compressor, check = compressing(read), FiniteCheck()
+    full, *evicted = generate(adapter, read, question, run.generate, compressor, check)
+    followed = None if again is None else follow(adapter, again.cache, question, full, compressing(again), check)
     check.raise_if_not(prompt.sample_id)
     return Answers(full, evicted, held, compressor.done if compressor else [], followed, stored)
 
 
-def _held(cache: CompactCache, configs: Sequence[EvictionConfig]) -> list[float]:
+def _held(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
     """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share).
 
     Of a row that reads pages those that it reads.
@@ -312,7 +288,7 @@ def _held(cache: CompactCache, configs: Sequence[EvictionConfig]) -> list[float]
     return [entries / full for entries in held]
 
 
-def _read(layer: CompactLayer, row: int, configs: Sequence[EvictionConfig]) -> int:
+def _read(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
     """Entries that a row of one layer looks at; the first row keeps everything."""
     lengths = layer.lengths(row)
     if not row or not configs[row - 1].reads:
@@ -322,7 +298,7 @@ def _read(layer: CompactLayer, row: int, configs: Sequence[EvictionConfig]) -> i
     return sets * config.kept_entries(layer.seen)
 
 
-def _stored(cache: CompactCache, configs: Sequence[EvictionConfig], d_head: int) -> list[float]:
+def _stored(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
     """Bytes that each row stores over those of the first row, in 16 bits; nothing where all are in 16 and uncorrected.
 
     Entries, and what stands in for others; nothing has been decoded yet.

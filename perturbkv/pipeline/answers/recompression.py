@@ -8,7 +8,7 @@ those in the cache, what stays then moves up, and the row's next token stands be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,7 +18,6 @@ from perturbkv import theory
 from perturbkv.cache import entries as positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
@@ -27,7 +26,7 @@ from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.selection.kept_sets import select
 from perturbkv.selection.layer_statistics import LayerStatistics
-from perturbkv.selection.policies import registry
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -52,38 +51,48 @@ class Compression:
     retained_mass: Float[Tensor, "layer head"]
 
 
+@dataclass(frozen=True)
+class EvictedPrompt:
+    """A prompt whose cache was evicted.
+
+    Attributes:
+        cache: one row per configuration, behind a row that keeps everything where one was asked for.
+        logits: of the context's last position, of all rows or of each.
+        queries: per layer the last queries (head, query, d_head), as many as the largest window; empty where nothing
+            is compressed again.
+    """
+
+    cache: CompactCache
+    logits: Float[Tensor, "*row vocab"]
+    queries: list[Tensor] = field(default_factory=list)
+
+
 class Compressor:
     """Watches what is decoded from a compact cache, and compresses rows that hold more than `limit` per kept set.
 
     Args:
         adapter: the model.
-        cache: its cache; row r + `first` is configuration r.
-        configs: how each row is compressed, budgets in tokens.
+        read: the prompt; the last rows of its cache are the run's configurations, its queries the window's at least.
+        run: how each row is compressed, budgets in tokens.
         limit: entries per kept set, averaged over layers and kept sets, that a row may hold.
-        queries: per layer the last queries of the prompt (head, query, d_head), the window's at least.
         sample: the sample's id, for seeds.
-        first: row of the first configuration.
         resources: how value norms are computed.
-        head_scores: for headkv.
     """
 
     def __init__(
         self,
         adapter: Adapter,
-        cache: CompactCache,
-        configs: Sequence[EvictionConfig],
+        read: EvictedPrompt,
+        run: ResolvedRun,
         limit: int,
-        queries: Sequence[Float[Tensor, "head query d_head"]],
         sample: str,
-        first: int,
         resources: Resources,
-        head_scores: Sequence[Sequence[float]] = (),
     ) -> None:
-        self.adapter, self.cache, self.configs, self.limit = adapter, cache, configs, limit
-        self.sample, self.first, self.resources, self.head_scores = sample, first, resources, head_scores
-        self.window = max(config.window for config in configs)
-        rows = first + len(configs)
-        self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in queries]
+        self.adapter, self.cache, self.configs, self.limit = adapter, read.cache, run.configs, limit
+        self.sample, self.resources, self.head_scores = sample, resources, run.head_scores
+        self.window, rows = max(config.window for config in run.configs), read.cache.layers[0].batch
+        self.first = rows - len(run.configs)
+        self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in read.queries]
         self.done: list[Compression] = []
 
     def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -100,7 +109,7 @@ class Compressor:
             measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
             stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
             after = mean_entries(self.cache, row)
-            if registry.build(config.policy).in_cache:
+            if config.in_cache:
                 self.cache.behind[row] += round(before - after)  # its kept sets are equally long
             self.done.append(Compression(place, generated, before, after, *stacked))
 
@@ -110,7 +119,7 @@ class Compressor:
         return max(1, int(self.limit - fullest) + 1)
 
     def _compress_layer(
-        self, layer: int, row: int, config: EvictionConfig, generated: int
+        self, layer: int, row: int, config: ResolvedConfig, generated: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
         held: CompactLayer = self.cache.evicted[layer]
@@ -122,7 +131,7 @@ class Compressor:
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
         places = view.places(kept)
         stays = view.take(places)
-        if registry.build(config.policy).in_cache:
+        if config.in_cache:
             stays = positions.move_positions(stays, torch.cat(places), self.adapter.frequencies)
         held.replace({row: stays})
         return view.perturbation(kept)
@@ -150,10 +159,10 @@ class _RowView:
         self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
         self.norms = _aligned([self._norms(part, resources) for part in self.parts], self.longest)
 
-    def statistics(self, config: EvictionConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
+    def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """What the selection may look at; kept sets of one length are read at once."""
         window = min(config.window, self.longest)
-        score = registry.build(config.policy).score.unpooled()
+        score = config.system.score.unpooled()
         seen = [self._seen(part, str(part.start)).of_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in seen]
         lengths = torch.tensor(self.lengths, device=self.norms.device)

@@ -5,6 +5,7 @@ Which configurations of a prompt are decoded together, and whether their caches 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +18,17 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_fill
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
-from perturbkv.configs.run import METRICS, RunConfig
+from perturbkv.configs.run import METRICS, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
-from perturbkv.models.loading import ModelFiles, check_room, load_weights, there
+from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.variants import presses
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +36,16 @@ if TYPE_CHECKING:
     from perturbkv.models.adapter import Adapter
 
 
-def passing(run: RunConfig) -> bool:
+def passing(run: ResolvedRun) -> bool:
     """Whether evicted caches are read once or, with a question, twice, and all they hold lies in the full one as well.
 
     Copying the kept entries out for each pass then takes less than holding them.
     """
-    changed = any(config.quantised or registry.build(config.policy).in_cache for config in run.configs)
+    changed = any(config.quantised or config.in_cache for config in run.configs)
     return run.steps == 1 and not run.generate and not changed
 
 
-def batches_of(prompt: Prompt, run: RunConfig, shape: Shape, resources: Resources) -> Batches:
+def batches_of(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
     """The batches of one prompt. Raises ConfigError where a configuration exceeds the bound on memory."""
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
@@ -52,33 +54,6 @@ def batches_of(prompt: Prompt, run: RunConfig, shape: Shape, resources: Resource
 
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is measured of every prompt, whatever the configuration.
-
-    Attributes:
-        steps: decode steps, teacher-forced on the full run.
-        scenario, cache, save: as in `RunConfig`.
-        generate: tokens generated from every cache and scored; None: as many as the dataset says.
-        head_scores: one row of scores per layer, for `headkv`.
-        text: whether the trace holds the text of prompts and answers.
-        kept: whether the trace holds the kept positions, beside their counts.
-        scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
-        leave_out_unfit: a budget that some prompt makes no larger than the window is left out instead of refused.
-    """
-
-    steps: int = 1
-    scenario: str = "regular"
-    cache: str = "ragged"
-    save: tuple[str, ...] = ()
-    generate: int | None = 0
-    head_scores: Sequence[Sequence[float]] = ()
-    text: bool = True
-    kept: bool = True
-    scored: bool = True
-    leave_out_unfit: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +74,7 @@ class Plan:
         placement: where it computes.
         prompts: what is measured.
         run: how, as the trace records it.
+        configs: its configurations, resolved.
         resources: what it may take.
         batches: how the configurations of the largest prompt are decoded.
         text: whether its trace holds text of prompts and answers: no number depends on it, and it is no part of `run`.
@@ -110,11 +86,17 @@ class Plan:
     placement: Placement
     prompts: Prompts
     run: RunConfig
+    configs: tuple[ResolvedConfig, ...]
     resources: Resources
     batches: Batches
     text: bool = True
     kept: bool = True
     loaded: Adapter | None = None
+
+    @functools.cached_property
+    def resolved(self) -> ResolvedRun:
+        """The run with its resolved configurations: what measures it takes."""
+        return ResolvedRun.of(self.run, self.configs)
 
     def model(self) -> Adapter:
         """The model with its weights, loaded where it is not yet, with room for the longest prompt's caches.
@@ -123,7 +105,7 @@ class Plan:
         """
         place = self.placement
         if self.loaded is None and place.device_map == "none":
-            check_room(self.files, place.dtype, place.device, self.caches_bytes())
+            check_memory(self.files, place.dtype, place.device, self.caches_bytes())
         return self.loaded or load_weights(self.files, place.dtype, place.device, self.run.seed, place.device_map)
 
     def narrowed(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
@@ -152,17 +134,21 @@ def plan(
 ) -> Plan:
     """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
     check_configurations(len(configs))
-    entries.check_positions(configs, files.config, files.name)
-    presses.check_sources(configs, files.config, files.name)
+    resolved = tuple(map(resolve, configs))
+    entries.check_positions(resolved, files.config, files.name)
+    presses.check_sources(resolved, files.config, files.name)
     alpha_table.check([config.alpha for config in configs], files.config)
     generate = _own_length(prompts) if settings.generate is None else settings.generate
-    selections.check_lines([config.policy for config in configs], settings.steps, generate, files.config, files.name)
+    selections.check_sparse_prefill(
+        [config.policy for config in configs], settings.steps, generate, files.config, files.name
+    )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
     graded = _grading(prompts, settings.scored) if generate else {}
+    fit = fitting(resolved, prompts, settings.scenario, settings.leave_out_unfit)
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
-        configs=fitting(configs, prompts, settings.scenario, settings.leave_out_unfit),
+        configs=tuple(config for config in configs if config in fit),
         revision=files.revision,
         random_weights=files.random_weights,
         dataset_options={**prompts.options, **graded},
@@ -180,14 +166,14 @@ def plan(
         generate=generate,
         plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
     )
-    for name in compatibility.counted_twice(run.configs):
+    for name in compatibility.counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.of(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     check_fill([config.precision for config in configs], shape.d_head, files.name)
     if generate and settings.scored:
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
-    batches = _batches(shape, run, prompts, resources)
-    return Plan(files, placement, prompts, run, resources, batches, settings.text, settings.kept, loaded)
+    batches = _batches(shape, ResolvedRun.of(run, fit), prompts, resources)
+    return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
 
 
 def _own_length(prompts: Prompts) -> int:
@@ -211,13 +197,13 @@ def _grading(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
 
 
 def fitting(
-    configs: Sequence[EvictionConfig], prompts: Sequence[Prompt], scenario: str, leave_out_unfit: bool
-) -> tuple[EvictionConfig, ...]:
+    configs: Sequence[ResolvedConfig], prompts: Sequence[Prompt], scenario: str, leave_out_unfit: bool
+) -> tuple[ResolvedConfig, ...]:
     """The configurations whose budget exceeds the window in every prompt.
 
     Raises BudgetError for one that does not, or with `leave_out_unfit` where none is left; those left out are logged.
     """
-    fit: list[EvictionConfig] = []
+    fit: list[ResolvedConfig] = []
     refused: dict[str, BudgetError] = {}
     for config in configs:
         try:
@@ -257,7 +243,7 @@ def _with_room(
     Every batch decodes whole answers, so that fewer and larger ones are worth memory: at most half of what is free
     beside weights and full cache, and at most twice what these take.
     """
-    if resources.max_bytes is not None or placement.device_map != "none" or not there(placement.device):
+    if resources.max_bytes is not None or placement.device_map != "none" or not device_exists(placement.device):
         return resources
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     whole = shape.weights_bytes + shape.full_cache_bytes(tokens)
@@ -268,7 +254,7 @@ def _with_room(
     return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
 
 
-def _batches(shape: Shape, run: RunConfig, prompts: Sequence[Prompt], resources: Resources) -> Batches:
+def _batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
     """How the configurations of the largest prompt are decoded. Raises ConfigError where one exceeds the bound."""
     planned = [batches_of(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.places), batches.largest_bytes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,19 +17,19 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.exact import HeadEntries, Kept
 from perturbkv.optimum.search import PREFIX, PROMPT, HeadSearch, prove, search
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.pipeline.sample.decoding import StepRecord, decode_full
-from perturbkv.pipeline.sample.prefill import Prefill, prefill
-from perturbkv.selection.budgets import blocks_at_ends
+from perturbkv.pipeline.sample.full_layer import FullLayer
+from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.selection.policies import registry
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 from perturbkv.storage.json_lines import SAMPLE, SampleLines
 
+_Config = TypeVar("_Config", bound=EvictionConfig)
 Place = tuple[int, int]
 """A measured layer's place and a query head."""
 
@@ -51,61 +51,41 @@ class HeadView:
 
 
 @torch.inference_mode()
-def head_views(
-    adapter: Adapter,
-    context: Sequence[int],
-    question: Sequence[int],
-    configs: Sequence[EvictionConfig],
-    heads: Sequence[Place],
-    sample: str,
-    resources: Resources,
-) -> Iterator[HeadView]:
-    """The chosen heads of one prompt, layer by layer: prefill, and one decode step from the full cache (METHOD).
+def head_views(sample: SampleRun, heads: Sequence[Place]) -> Iterator[HeadView]:
+    """Yield the chosen heads of one prompt, layer by layer, at the first decode step from the full cache (METHOD).
 
     All configurations have one window. Raises ActivationError for NaN or Inf.
     """
-    before = prefill(adapter, context, configs, resources, sample)
-    (full,), _ = decode_full(adapter, before, question, 1, 1)
-    before.finite.raise_if_not(sample)
-    for layer in dict.fromkeys(sorted(layer for layer, _ in heads)):
-        yield from _of_layer(adapter, before, full, configs, layer, [head for at, head in heads if at == layer])
+    sample.prefill.finite.raise_if_not(sample.prompt.sample_id)
+    for index in dict.fromkeys(sorted(layer for layer, _ in heads)):
+        yield from _of_layer(sample, sample.layer(index), [head for at, head in heads if at == index])
 
 
-def _of_layer(
-    adapter: Adapter,
-    before: Prefill,
-    full: StepRecord,
-    configs: Sequence[EvictionConfig],
-    layer: int,
-    heads: Sequence[int],
-) -> Iterator[HeadView]:
-    held, n = adapter.held(before.cache, layer), before.statistics.tokens
-    keys, values = held.keys[0][:, : full.entries], held.values[0][:, : full.entries]
-    weights, sinks = theory.decode_weights(full.query[layer][0], keys, adapter.scale(layer), adapter.sinks(layer))
-    masks = _masks(before, configs, layer, keys[:, :n], values[:, :n], weights)
-    slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
-    always = _always(configs, n, full.entries)
+def _of_layer(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iterator[HeadView]:
+    step, configs = sample.full.steps[0], sample.run.configs
+    weights, sinks = layer.weights(step)
+    masks = _masks(layer, configs, weights)
+    always = _always(configs, layer.tokens, step.entries)
     for head in heads:
-        projected = values[head * len(values) // adapter.heads].to(theory.WORK) @ slices[head]
+        value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]
+        projected = value.to(theory.WORK) @ layer.slices[head]
         entries = HeadEntries(weights[head].cpu().numpy(), projected.cpu().numpy(), always, float(sinks[head]))
-        yield HeadView(layer, head, entries, tuple(_with_decoded(mask[head], full.entries) for mask in masks))
+        yield HeadView(layer.index, head, entries, tuple(_with_decoded(mask[head], step.entries) for mask in masks))
 
 
-def _always(configs: Sequence[EvictionConfig], prompt_tokens: int, entries: int) -> Kept:
+def _always(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
     """What stays in every configuration whatever its scores: the window, what all protect, and what was decoded."""
-    ends = [blocks_at_ends(config, prompt_tokens) for config in configs]
-    first, recent = (min(side) for side in zip(*ends, strict=True))
+    ends = [config.ends(prompt_tokens) for config in configs]
+    first, recent = min(one.first for one in ends), min(one.recent for one in ends)
     begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
     place = np.arange(entries)
     return np.asarray((place < first) | (place >= begin))
 
 
-def _masks(
-    before: Prefill, configs: Sequence[EvictionConfig], layer: int, keys: Tensor, values: Tensor, weights: Tensor
-) -> list[Tensor]:
-    """Of each configuration (head, n) True where an entry stays."""
+def _masks(layer: FullLayer, configs: Sequence[ResolvedConfig], weights: Tensor) -> list[Tensor]:
+    """Return, per configuration, (head, n): True where an entry stays."""
     found: dict[int, Tensor] = {}
-    for group in before.statistics.groups(configs, layer, keys, values, weights):
+    for group in layer.groups(configs, weights):
         found |= dict(zip(group.places, group.kept_sets().kept, strict=True))
     return [found[place] for place in range(len(configs))]
 
@@ -183,7 +163,7 @@ def _other(config: EvictionConfig) -> str:
     return next((words for words, met in reasons.items() if met), "")
 
 
-def of_prefix(configs: Sequence[EvictionConfig], asked: Searches) -> list[EvictionConfig]:
+def of_prefix(configs: Sequence[_Config], asked: Searches) -> list[_Config]:
     """The first budget's configurations on a prefix. Raises BudgetError where too few entries are left to choose."""
     first, *_ = by_budget(configs)
     try:
@@ -208,23 +188,25 @@ def search_samples(
 
 def _searched(planned: Plan, adapter: Adapter, prompt: Prompt, asked: Searches) -> Iterator[dict[str, Any]]:
     """An object per head, budget and part."""
-    context, question = prompt.parts(planned.run.scenario)
+    context, _ = prompt.parts(planned.run.scenario)
     draw = np.random.default_rng([asked.seed, zlib.crc32(prompt.sample_id.encode())])
     heads, prefix_heads = (_drawn(draw, adapter, count) for count in (asked.heads, asked.proven))
-    for configs in by_budget(planned.run.configs):
-        for view in _views(planned, adapter, prompt, (context, question), configs, heads):
+    for configs in by_budget(planned.configs):
+        for view in _views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
             yield _told(PROMPT, configs[0], view, search(view.entries, view.kept, asked.seconds))
     if not prefix_heads:
         return
-    short = of_prefix(planned.run.configs, asked)
-    for view in _views(planned, adapter, prompt, (prefix(context, asked.prefix), ()), short, prefix_heads):
+    short = of_prefix(planned.configs, asked)
+    run = replace(planned.resolved, configs=tuple(short), scenario="regular")
+    part = replace(prompt, token_ids=tuple(prefix(context, asked.prefix)), question_tokens=0)
+    for view in _views(planned, adapter, part, run, prefix_heads):
         found = prove(view.entries, view.kept, asked.seconds, asked.seed)
         yield _told(PREFIX, short[0], view, found)
 
 
-def by_budget(configs: Sequence[EvictionConfig]) -> list[list[EvictionConfig]]:
+def by_budget(configs: Sequence[_Config]) -> list[list[_Config]]:
     """The configurations of each budget, in the order in which budgets come."""
-    found: dict[Budget, list[EvictionConfig]] = {}
+    found: dict[Budget, list[_Config]] = {}
     for config in configs:
         found.setdefault(config.budget, []).append(config)
     return list(found.values())
@@ -250,12 +232,12 @@ def _views(
     planned: Plan,
     adapter: Adapter,
     prompt: Prompt,
-    parts: tuple[Sequence[int], Sequence[int]],
-    configs: Sequence[EvictionConfig],
+    run: ResolvedRun,
     heads: Sequence[Place],
 ) -> Iterator[HeadView]:
     if heads:
-        yield from head_views(adapter, *parts, configs, heads, prompt.sample_id, planned.resources)
+        sample = SampleRun.read(adapter, prompt, replace(run, steps=1), planned.resources, rows=1)
+        yield from head_views(sample, heads)
 
 
 def _told(part: str, config: EvictionConfig, view: HeadView, found: HeadSearch) -> dict[str, Any]:

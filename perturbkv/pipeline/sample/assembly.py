@@ -19,14 +19,12 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
-from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.devices import stack_on
-from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
+from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import quantised
 from perturbkv.pipeline.variants.sparse_prefill import OwnPrefill
 from perturbkv.schema import VARIABLES
@@ -60,18 +58,16 @@ class BatchResult:
     own: Mapping[int, OwnPrefill] = field(default_factory=dict)
 
 
-def sample_arrays(
-    prompt: Prompt, run: RunConfig, tokens: Tensor, batches: Sequence[BatchResult], lengths: Sequence[Lengths]
-) -> Arrays:
-    """What is one number or one row per sample."""
-    n = len(prompt.parts(run.scenario)[0])
+def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
+    """Return what is one number or one row per sample."""
+    n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens
     values: dict[str, object] = {
         "prompt_tokens": n,
         "question_tokens": len(prompt.token_ids) - n,
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens.tolist(),
         "steps_measured": len(tokens),
-        "evicted": [any(min(layer[place]) < n for layer in lengths) for place in range(len(run.configs))],
+        "evicted": [any(min(layer[place]) < n for layer in lengths) for place in range(len(sample.run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
@@ -199,12 +195,13 @@ def held_bytes(
     return {"held_bytes": np.array(held, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
 
 
-def answer_arrays(adapter: Adapter, prompt: Prompt, batches: Sequence[BatchResult], most: int) -> Arrays:
-    """What each row generated, the full cache's first, and how good it is."""
+def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
+    """Return what each row generated, the full cache's first, and how good it is."""
+    prompt, most = sample.prompt, sample.run.generate
     made = {place: tokens for batch in batches for place, tokens in batch.generated.items()}
     rows = [made[None], *(made[place] for place in range(len(made) - 1))]
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
-    texts = [grading.text_of(tokens, adapter.tokenizer.decode) for tokens in rows]
+    texts = [grading.text_of(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}
     graded = grading.metrics_of([prompt])
     values["score_full"], *values["score"] = (grading.grade(text, prompt, graded) for text in texts)

@@ -17,18 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device, working_bytes
-from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
-from perturbkv.pipeline.sample.decoding import StepRecord
+from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
-from perturbkv.pipeline.sample.prefill import Prefill, layer_norms
+from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import page_reading, sparse_prefill
 from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.page_selection import AnyGroup, ReadGroup
+from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
 ENTRIES = 10
@@ -96,54 +95,39 @@ def order(found: Sequence[AnyGroup]) -> list[int]:
     return [place for group in found for place in group.places]
 
 
-def measure_layer(
-    adapter: Adapter,
-    before: Prefill,
-    full: Sequence[StepRecord],
-    configs: Sequence[EvictionConfig],
-    layer: int,
-    resources: Resources,
-    keep_attention: bool,
-) -> LayerResult:
+def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     """Select for every configuration in one layer, and measure what that alone changes at every step."""
-    held = adapter.held(before.cache, layer)
-    keys, values = held.keys[0], held.values[0]
-    n, w_o = before.statistics.tokens, adapter.output_projection(layer)
-    slices = theory.head_slices(w_o, adapter.heads)
-    sinks, scale = adapter.sinks(layer), adapter.scale(layer)
-    weights = [theory.decode_weights(one.query[layer][0], keys[:, : one.entries], scale, sinks) for one in full]
+    layer, full, configs, n = sample.layer(index), sample.full.steps, sample.run.configs, sample.tokens
+    heads, keys = sample.adapter.heads, layer.keys
+    weights = [layer.weights(one) for one in full]
     attention = [seen for seen, _ in weights]
     with phase("select"):
         found: list[AnyGroup] = [
-            *before.statistics.groups(configs, layer, keys[:, :n], values[:, :n], attention[0]),
-            *page_reading.groups(
-                adapter, before.statistics, layer, configs, keys, [one.query[layer][0] for one in full]
-            ),
+            *layer.groups(configs, attention[0]),
+            *page_reading.groups(layer, configs, [one.query[index][0] for one in full]),
         ]
-        along = sparse_prefill.line_groups(adapter, before.statistics, layer, configs, keys[:, :n])
-    norms = torch.cat([before.statistics.norms[layer], layer_norms(values[:, n:], w_o, resources)], dim=-1)
-    summands = theory.stack_summands(values, norms)
-    steps = [measure.reference(step, summands.of_first(step.shape[-1]), slices, sink) for step, sink in weights]
+        along = sparse_prefill.line_groups(layer, configs)
+    decoded_norms = layer_norms(layer.values[:, n:], layer.projection, sample.resources)
+    norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
+    summands = theory.stack_summands(layer.values, norms)
+    steps = [measure.reference(step, summands.of_first(step.shape[-1]), layer.slices, sink) for step, sink in weights]
     added = ordered_lost(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, gone = [], []
-    working = working_bytes(keys.device, resources.chunk_bytes)
-    for group, rows in _parts(found, adapter.heads * keys.shape[1], working):
-        masks = _masks(group, rows, adapter.heads, len(steps))
-        alphas = _every_alpha(configs, group, rows, layer, adapter.heads, keys.device)
+    working = working_bytes(keys.device, sample.resources.chunk_bytes)
+    for group, rows in _parts(found, heads * keys.shape[1], working):
+        masks = _masks(group, rows, heads, len(steps))
+        alphas = _every_alpha(layer, configs, group, rows)
         parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
         gone.append(largest_lost(added, masks[0].kept))
     for lines in along:
-        alphas = _every_alpha(configs, lines, slice(None), layer, adapter.heads, keys.device)
-        queries = before.statistics.queries[lines.measured][layer]
-        parts.append(
-            [sparse_prefill.isolated_by_lines(adapter, layer, lines, queries, keys[:, :n], summands, slices, alphas)]
-        )
-        gone.append(largest_lost(added, lines.whole(adapter.heads)))
+        alphas = _every_alpha(layer, configs, lines, slice(None))
+        parts.append([sparse_prefill.isolated_by_lines(layer, lines, summands, alphas)])
+        gone.append(largest_lost(added, lines.whole(heads)))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     if along:
         isolated[0] |= _largest_floors([step[0] for step in parts])
     most = _joined(gone) | {"weighted_norm": steps[0].total}
-    return LayerResult([*found, *along], isolated, most, attention if keep_attention else [])
+    return LayerResult([*found, *along], isolated, most, attention if "outputs" in sample.run.save else [])
 
 
 def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
@@ -166,15 +150,13 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
 
 
-def _every_alpha(
-    configs: Sequence[EvictionConfig], group: AnyGroup, rows: slice, layer: int, heads: int, device: torch.device
-) -> Tensor:
-    """(config, head) of some of a group's configurations."""
-    shares = [_alphas(configs[place], layer, heads, group) for place in group.places[rows]]
-    return on_device(shares, device, theory.WORK)
+def _every_alpha(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
+    """Return α (config, head) of some of a group's configurations."""
+    shares = [_alphas(configs[place], layer.index, layer.adapter.heads, group) for place in group.places[rows]]
+    return on_device(shares, layer.keys.device, theory.WORK)
 
 
-def _alphas(config: EvictionConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:
+def _alphas(config: ResolvedConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:
     """α of each query head: that of its kept set."""
     sharing = heads // group.kept_heads
     return [share for share in config.alphas(layer, group.kept_heads) for _ in range(sharing)]

@@ -183,7 +183,7 @@ def _logits(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[
     divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
     rounding = torch.full_like(divergence[0], torch.finfo(inputs).eps)
     return {
-        "logit_kl_noise_floor": theory.at_least(divergence[0], rounding),
+        "logit_kl_noise_floor": theory.floor_at_rounding(divergence[0], rounding),
         "logit_kl": divergence[1:],
         "top1_agreement": agreement[1:],
     }

@@ -6,11 +6,11 @@ The model's own rotations of positions, before and after the prompt, made once f
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,8 +20,8 @@ from transformers import Cache
 from perturbkv.cache import stand_in
 from perturbkv.cache.compact import full_cache, windows
 from perturbkv.cache.sliding import Window
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
@@ -32,9 +32,9 @@ from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.score import Asked
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.kept_sets import Group, kept_groups
-from perturbkv.selection.layer_statistics import Ends, LayerStatistics
-from perturbkv.selection.policies import registry
+from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Scores
+from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
 from perturbkv.selection.sparse_lines import Positions
 from perturbkv.selection.sparse_lines import wanted as wanted_queries
 from perturbkv.theory import WORK
@@ -99,7 +99,7 @@ class Statistics:
     scored: dict[Asked, list[Tensor]]
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
-    given: Mapping[EvictionConfig, Source] = field(default_factory=dict)
+    given: Mapping[ResolvedConfig, Source] = field(default_factory=dict)
     made: dict[Hashable, Any] = field(default_factory=dict)
     euclidean: list[Tensor] = field(default_factory=list)
     mean_queries: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Statistics:
 
     def groups(
         self,
-        configs: Sequence[EvictionConfig],
+        configs: Sequence[ResolvedConfig],
         layer: int,
         key: Float[Tensor, "kv_head key d_head"],
         value: Float[Tensor, "kv_head key d_head"],
@@ -117,7 +117,7 @@ class Statistics:
         given = {config: self.given[config](layer, key, value) for config in configs if config in self.given}
         return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
 
-    def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[EvictionConfig], Scores]:
+    def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
         """One layer's scores for a configuration; those with the same score share theirs.
 
         `realised` is A of the first decoding query, where it is known.
@@ -125,7 +125,7 @@ class Statistics:
         return partial(self._scores_of, {}, layer, realised)
 
     def _scores_of(
-        self, made: dict[tuple[Asked, ...], Scores], layer: int, realised: Tensor | None, config: EvictionConfig
+        self, made: dict[tuple[Asked, ...], Scores], layer: int, realised: Tensor | None, config: ResolvedConfig
     ) -> Scores:
         wanted = all_asked(config)
         if wanted not in made:
@@ -134,20 +134,20 @@ class Statistics:
         return made[wanted]
 
     def of_model(
-        self, config: EvictionConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
+        self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
         """What `make` gives of the competing scores of all layers, once for each key, score and number of kept sets.
 
         Entries at both ends, which stay anyway, are left out.
         """
-        staged = registry.build(config.policy).first_stage is not None
+        staged = config.system.first_stage is not None
         alike = ends if staged else (ends.first, ends.recent)
         whole = (key, config.policy, config.window, config.granularity, alike)
         if whole not in self.made:
             self.made[whole] = make(self._competing(config, ends, layer) for layer in range(self.layers))
         return self.made[whole]
 
-    def _competing(self, config: EvictionConfig, ends: Ends, layer: int) -> Tensor:
+    def _competing(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
         scores = self.scores(layer)(config).competing(config, ends)
         return scores[:, ends.competing(scores.shape[-1])]
 
@@ -185,46 +185,50 @@ class Prefill:
     windows: Mapping[int, Window] = field(default_factory=dict)
 
 
-def asked(config: EvictionConfig) -> Asked:
+def asked(config: ResolvedConfig) -> Asked:
     """What is computed for a configuration."""
     return all_asked(config)[0]
 
 
-def all_asked(config: EvictionConfig) -> tuple[Asked, ...]:
+def all_asked(config: ResolvedConfig) -> tuple[Asked, ...]:
     """The same, and what a stage 1 of its own ranks by, where its policy has one."""
-    policy = registry.build(config.policy)
-    found = (policy.score, policy.first_stage)
+    found = (config.system.score, config.system.first_stage)
     return tuple(Asked(score.unpooled(), config.window) for score in found if score is not None)
 
 
-LayerRead = Callable[[Statistics, LayerView], None]
+@runtime_checkable
+class Visitor(Protocol):
+    """Gets every layer of a prompt as it was read; `whole` says whether the full cache stays until the last one."""
+
+    whole: bool
+
+    def visit(self, found: Statistics, seen: LayerView) -> None:
+        """Take a layer, with the statistics of those read so far."""
 
 
 @torch.inference_mode()
 def prefill(
     adapter: Adapter,
-    token_ids: Sequence[int],
-    configs: Collection[EvictionConfig],
+    prompt: Prompt,
+    run: ResolvedRun,
     resources: Resources,
-    sample: str,
-    head_scores: Sequence[Sequence[float]] = (),
-    taken: LayerRead | None = None,
-    given: Mapping[EvictionConfig, Source] = MappingProxyType({}),
-    whole: bool = False,
+    given: Mapping[ResolvedConfig, Source] = MappingProxyType({}),
+    visitor: Visitor | None = None,
 ) -> Prefill:
-    """Run the prompt once.
+    """Read what is compressed of a prompt, once; `given` says what configurations keep that do not rank.
 
-    With `taken`, which gets the statistics and each layer as they are there, no full cache is kept unless `whole` asks
-    for it: a layer's keys and values are let go when the layer is done. Scores that look at a replay come last. `given`
-    says what configurations keep that do not rank.
+    With a `visitor` no full cache is kept unless it asks for the whole: a layer's keys and values are let go when the
+    layer is done. Scores that look at a replay come last.
     """
+    (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     ranked = [config for config in configs if not config.given and not config.lined]
     wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
-    found = Statistics(sample, len(token_ids), adapter.kv_heads, len(adapter.layers), wanted, [], head_scores, given)
+    shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
+    found = Statistics(sample, *shape, wanted, [], run.head_scores, given)
     found.mean_queries.update((window, []) for window in stand_in.windows(configs))
     found.queries.update((asked, []) for asked in wanted_queries(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
-    reading = _Reading(adapter, found, resources, taken, whole, euclidean)
+    reading = _Reading(adapter, found, resources, visitor, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
@@ -238,10 +242,9 @@ class _Reading:
     """Fills the statistics while a prompt runs through the model, layer by layer; its full cache, or nothing of it."""
 
     def __init__(
-        self, adapter: Adapter, found: Statistics, resources: Resources, taken: LayerRead | None, whole: bool,
-        euclidean: bool,
-    ) -> None:  # fmt: skip
-        self.adapter, self.found, self.resources, self.taken, self.whole = adapter, found, resources, taken, whole
+        self, adapter: Adapter, found: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
+    ) -> None:
+        self.adapter, self.found, self.resources, self.visitor = adapter, found, resources, visitor
         self.by_length = euclidean
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
         self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
@@ -268,8 +271,8 @@ class _Reading:
             queries.append(query[0][:, on_device(positions, query.device)])
         with phase("scores"):
             self._score(view)
-        if self.taken is not None:
-            self.taken(self.found, view)
+        if self.visitor is not None:
+            self.visitor.visit(self.found, view)
 
     def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
         projection = self.adapter.output_projection(layer)
@@ -307,7 +310,7 @@ class _Reading:
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
         self.finite(self.adapter.layer_indices[layer], hidden)
-        if self.taken is not None and not self.whole:
+        if self.visitor is not None and not self.visitor.whole:
             held = self.adapter.held(self.cache, layer)
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import put_back, windows
+from perturbkv.cache.compact import restore_windows, windows
 from perturbkv.datasets.sample import after_turn
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
@@ -122,7 +122,7 @@ class _Pass:
         ids = torch.tensor([tokens], device=self.adapter.device)
         with capture(self.adapter, observer):
             self.adapter.model.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
-        put_back(self.cache, self.windows)
+        restore_windows(self.cache, self.windows)
 
     def _entering(self, layer: int, hidden: Tensor) -> None:
         self.input = hidden[0]

@@ -15,27 +15,29 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from perturbkv import memory, theory
+from perturbkv import memory
 from perturbkv.cache import entries as positions
 from perturbkv.cache import quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer, beside
 from perturbkv.cache.entries import borrow, keep
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
-from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading
-from perturbkv.pipeline.answers.generation import end_tokens, generate
+from perturbkv.pipeline.answers.generation import generate
+from perturbkv.pipeline.answers.recompression import EvictedPrompt
 from perturbkv.pipeline.run.plan import Plan, passing
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import FiniteCheck
-from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
-from perturbkv.pipeline.sample.one_sample import reference
-from perturbkv.pipeline.sample.prefill import Prefill, prefill
+from perturbkv.pipeline.sample.decoding import decode_evicted
+from perturbkv.pipeline.sample.full_layer import FullLayer
+from perturbkv.pipeline.sample.prefill import prefill
+from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.selection.kept_sets import GivenGroup
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.patching_file import PER_STEP, SwapBatch, SwapRow, SwapStore
 
 MOST = 32
@@ -50,7 +52,7 @@ _TOTAL = {
 """Quantity -> what `measure.propagated` calls it, and its noise floor."""
 
 
-def rows_of(prompt: Prompt, run: RunConfig, shape: Shape, resources: Resources) -> int:
+def rows_of(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> int:
     """Mixtures that are decoded together: as many as fit the bound on memory, at most `MOST`, at least one."""
     context, question = prompt.parts(run.scenario)
     decoded, n = len(question) + max(run.steps, run.generate), len(context)
@@ -83,19 +85,17 @@ class SwapSample:
 
     @memory.told()
     @torch.inference_mode()
-    def __init__(self, adapter: Adapter, prompt: Prompt, run: RunConfig, resources: Resources, rows: int) -> None:
+    def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
         positions.check_positions(run.configs, adapter.config, adapter.name)
-        self.adapter, self.prompt, self.run = adapter, prompt, run
-        context, self.question = prompt.parts(run.scenario)
-        known = sources(adapter, context, run.configs, {})
-        before = prefill(adapter, context, run.configs, resources, prompt.sample_id, run.head_scores, given=known)
+        context, question = prompt.parts(run.scenario)
+        before = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
         again = replace(before, cache=copy.deepcopy(before.cache))
-        self.n, self.logits, self.windows = len(context), before.logits, before.windows
-        self.references = {2: self._reference(before, 2)}
+        full = {2: full_run(adapter, before, question, run.steps, 3)}
         if rows != 2:
-            self.references[rows] = self._reference(again, rows)
-        full, self.tokens = self.references[2]
-        self.layers = [self._layer(before, full[0], layer) for layer in range(len(adapter.layers))]
+            full[rows] = full_run(adapter, again, question, run.steps, rows + 1)
+        self.sample = SampleRun(adapter, run, resources, prompt, before, full[2])
+        self.adapter, self.run, self.full = adapter, run, full
+        self.layers = [self._layer(self.sample.layer(index)) for index in range(len(adapter.layers))]
         self.finite, self.passing, self.rows = FiniteCheck(), passing(run), rows
         before.finite.raise_if_not(prompt.sample_id)
 
@@ -124,28 +124,21 @@ class SwapSample:
         rows = 2 if len(mixtures) == 2 and set(mixtures) == ends else self.rows
         padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
         found = [self._evict(place, padded) for place in range(len(self.layers))]
-        cache = CompactCache(beside(self.adapter, [layer for layer, _ in found], self.windows), self._behind(rows))
-        full, tokens = self.references[rows]
-        asked, evicted = decode_evicted(self.adapter, cache, self.question, tokens, rows + 1, self.finite)
-        steps = [measure.propagated(self.adapter, *step) for step in zip(full, evicted, strict=True)]
+        layers = beside(self.adapter, [layer for layer, _ in found], self.sample.prefill.windows)
+        cache, full = CompactCache(layers, self._behind(rows)), self.full[rows]
+        asked, evicted = decode_evicted(self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite)
+        steps = [measure.propagated(self.adapter, *step) for step in zip(full.steps, evicted, strict=True)]
         scores = self._scores(cache, asked, len(mixtures)) if self.run.generate else [math.nan] * (1 + len(mixtures))
-        self.finite.raise_if_not(self.prompt.sample_id)
+        self.finite.raise_if_not(self.sample.prompt.sample_id)
         held = torch.tensor([lengths for _, lengths in found]).sum(dim=0) / self._entries()
-        return _batch(self.prompt.sample_id, mixtures, set(by_head), steps, held.tolist(), scores)
+        return _batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, held.tolist(), scores)
 
-    def _reference(self, before: Prefill, rows: int) -> tuple[list[StepRecord], Tensor]:
-        """The full run in a batch of as many rows as `rows` mixtures make."""
-        return reference(self.adapter, before, self.question, self.run.steps, rows + 1)
-
-    def _layer(self, before: Prefill, step: StepRecord, layer: int) -> _Layer:
-        """What both configurations keep of one layer, whose realised attention is that of the first step."""
-        adapter, held = self.adapter, self.adapter.held(before.cache, layer)
-        keys, values = held.keys[0], held.values[0]
-        sinks, scale = adapter.sinks(layer), adapter.scale(layer)
-        attention, _ = theory.decode_weights(step.query[layer][0], keys[:, : step.entries], scale, sinks)
-        keys, values = keys[:, : self.n].clone(), values[:, : self.n].clone()
+    def _layer(self, layer: FullLayer) -> _Layer:
+        """Return what both configurations keep of one layer, whose realised attention is that of the first step."""
+        attention, _ = layer.weights(self.sample.full.steps[0])
+        keys, values = layer.prompt_keys.clone(), layer.prompt_values.clone()
         sides: dict[int, Tensor] = {}
-        for group in before.statistics.groups(self.run.configs, layer, keys, values, attention):
+        for group in replace(layer, keys=keys, values=values).groups(self.run.configs, attention):
             sides |= dict(zip(group.places, group.kept_sets().kept, strict=True))
         return _Layer(keys, values, torch.stack([sides[0], sides[1]]))
 
@@ -161,28 +154,27 @@ class SwapSample:
         turned = positions.positions_in_cache(found, configs, self.adapter.frequencies)
         entries = quantisation.stored(turned, configs).entries
         rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
-        made = CompactLayer(rows, self.adapter.heads, self.n, self.run.cache, self.passing)
+        made = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
         return made, [sum(own) for own in lengths]
 
     def _behind(self, rows: int) -> list[int]:
         """How far each row's next position lies before n."""
-        return [0, *positions.positions_behind([self.run.configs[0]] * rows, self.n)]
+        return [0, *positions.positions_behind([self.run.configs[0]] * rows, self.sample.tokens)]
 
     def _entries(self) -> int:
         """Of the full cache."""
-        return len(self.layers) * self.adapter.kv_heads * self.n
+        return len(self.layers) * self.adapter.kv_heads * self.sample.tokens
 
     def _scores(self, cache: CompactCache, asked: Tensor | None, mixtures: int) -> list[float]:
         """How good the full cache's answer is, and each mixture's."""
         rows = range(1 + mixtures)
-        cache.forget(after=len(self.question))
+        cache.forget(after=len(self.sample.question))
         cache.only(rows)
-        logits = self.logits if asked is None else asked[: len(rows)]
-        ends = end_tokens(self.adapter)
-        made = generate(self.adapter, cache, (), logits, self.run.generate, ends, check=self.finite)
+        logits, prompt = self.sample.prefill.logits if asked is None else asked[: len(rows)], self.sample.prompt
+        made = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
         texts = [grading.text_of(tokens, self.adapter.tokenizer.decode) for tokens in made]
-        graded = grading.metrics_of([self.prompt])
-        return [grading.grade(text, self.prompt, graded) for text in texts]
+        graded = grading.metrics_of([prompt])
+        return [grading.grade(text, prompt, graded) for text in texts]
 
 
 def _batch(
@@ -264,7 +256,7 @@ class Measuring:
         """Those that are not there yet, a batch at a time."""
         by_head = frozenset(self.named)
         lacking = self.store.lacks(sample, mixtures, by_head)
-        rows = rows_of(self.prompts[sample], self.ready.run, shape_of(self.ready), self.ready.resources)
+        rows = rows_of(self.prompts[sample], self.ready.resolved, shape_of(self.ready), self.ready.resources)
         for start in range(0, len(lacking), rows):
             held = self._sample(sample, rows)
             self.store.keep(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
@@ -278,7 +270,7 @@ class Measuring:
         if sample not in self.read:
             while len(self.read) >= self.most:
                 del self.read[next(iter(self.read))]
-            prompt, run = self.prompts[sample], self.ready.run
+            prompt, run = self.prompts[sample], self.ready.resolved
             self.read[sample] = SwapSample(self.model, prompt, run, self.ready.resources, rows)
         return self.read[sample]
 

@@ -31,6 +31,7 @@ from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.prefill import Source
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import RATIO
+from perturbkv.selection.resolved_config import ResolvedConfig
 
 _log = logging.getLogger(__name__)
 _MASKED = "masked_key_indices"
@@ -40,7 +41,7 @@ _LATER = ("decoding_press", "decoding")
 """Parameters that make a press compress again while it decodes."""
 
 
-def source(adapter: Adapter, token_ids: Sequence[int], config: EvictionConfig) -> Source:
+def source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
     """Run a configuration's press on a prompt; what tells its kept sets.
 
     Raises ConfigError where the press fails or would decode differently; the source raises UnreadableError where it
@@ -181,8 +182,8 @@ KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
 
 
 def sources(
-    adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig], masks: KeptMasks
-) -> dict[EvictionConfig, Source]:
+    adapter: Adapter, token_ids: Sequence[int], configs: Sequence[ResolvedConfig], masks: KeptMasks
+) -> dict[ResolvedConfig, Source]:
     """Of each configuration whose kept sets come from outside, what tells them.
 
     Raises what `check` raises, and ConfigError where one has none, for masks of other shapes than the model's and the
@@ -192,20 +193,20 @@ def sources(
     return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
 
 
-def check_sources(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
+def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
     """Raise ModelError where a configuration is a press, which compresses every layer, and the model has others."""
     for config in configs:
         if kvpress.is_press(config.policy):
             check_plain(model_config, name, f"press '{config.policy.name.partition(':')[2]}'")
 
 
-def _source(adapter: Adapter, token_ids: Sequence[int], config: EvictionConfig, masks: KeptMasks) -> Source:
+def _source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, masks: KeptMasks) -> Source:
     if kvpress.is_press(config.policy):
         return source(adapter, token_ids, config)
     return _handed_over(adapter, len(token_ids), config, masks)
 
 
-def _handed_over(adapter: Adapter, tokens: int, config: EvictionConfig, masks: KeptMasks) -> Source:
+def _handed_over(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: KeptMasks) -> Source:
     if config not in masks:
         msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         raise ConfigError(msg)

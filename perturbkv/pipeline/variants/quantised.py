@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from perturbkv import theory
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord
+from perturbkv.pipeline.sample.full_layer import FullLayer
 
 NAMES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine")
 
@@ -27,38 +27,22 @@ def look(check: FiniteCheck, layer: int, entries: KeptEntries) -> None:
         check.look(f"the quantised {kind} of layer {layer}", numbers)
 
 
-def isolated(
-    adapter: Adapter,
-    layer: int,
-    full: Sequence[StepRecord],
-    whole: tuple[Tensor, Tensor],
-    rows: Mapping[int, KeptEntries],
-    prompt_tokens: int,
-) -> dict[int, Tensor]:
-    """Per configuration (step, name, head): distances of each head's output in one layer, as `NAMES` calls them.
+def isolated(layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
+    """Return, per configuration, (step, name, head): distances of each head's output in one layer, as in `NAMES`.
 
-    `whole` is the layer's full cache, keys and values (kv_head, key, d_head), of the prompt's tokens and of those
-    decoded since; `rows` are what each configuration stores of the prompt's.
+    `rows` are what each configuration stores of the prompt's entries.
     """
-    steps = [_step(adapter, layer, step, whole, rows, prompt_tokens) for step in full] if rows else []
+    steps = [_step(layer, step, rows) for step in full] if rows else []
     return {place: torch.stack([step[place] for step in steps]) for place in rows}
 
 
-def _step(
-    adapter: Adapter,
-    layer: int,
-    step: StepRecord,
-    whole: tuple[Tensor, Tensor],
-    rows: Mapping[int, KeptEntries],
-    prompt_tokens: int,
-) -> dict[int, Tensor]:
-    query, own = step.query[layer][0], (adapter.scale(layer), adapter.sinks(layer))
-    keys, values = (kind[:, : step.entries] for kind in whole)
-    slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
+def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
+    query, own, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
+    keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
     mixed = theory.attended(query, keys, values, *own)
     output, found = theory.projected(mixed, slices), {}
     for place, entries in rows.items():
-        there = _with_decoded(entries, keys[:, prompt_tokens:], values[:, prompt_tokens:])
+        there = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
         changed = theory.attended(query, *there[:2], *own, present=there[2])
         moved = theory.distances(output, theory.projected(changed - mixed, slices))
         found[place] = torch.stack([moved.l1, moved.l2, moved.cosine])

@@ -19,36 +19,32 @@ from torch import Tensor, nn
 from perturbkv import theory
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.entries import KeptEntries, borrow
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_device, stack_on, working_bytes
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, FiniteCheck, intercept_attention
+from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
-from perturbkv.pipeline.sample.prefill import Statistics, layer_norms
+from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.selection.sparse_lines import LastQueries, LinedGroup, Lines, Positions, last, lined_groups, of_budget
 from perturbkv.theory import WORK, Summands, softmax_with_sinks
 
 
-def line_groups(
-    adapter: Adapter,
-    found: Statistics,
-    layer: int,
-    configs: Sequence[EvictionConfig],
-    keys: Float[Tensor, "kv_head key d_head"],
-) -> list[LinedGroup]:
-    """Which lines each of these configurations that look along lines has in one layer of the full prefill."""
+def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[LinedGroup]:
+    """Return the lines that each of these configurations that look along lines has in one layer of the full prefill."""
     made: dict[tuple[Positions, bool], LastQueries] = {}
+    found = layer.statistics
 
-    def of(config: EvictionConfig) -> LastQueries:
+    def of(config: ResolvedConfig) -> LastQueries:
         asked = last(config, found.tokens)
         if (key := (asked, config.euclidean)) not in made:
-            queries = found.queries[asked][layer]
-            norms = (found.euclidean if config.euclidean else found.norms)[layer]
-            made[key] = last_queries(adapter, layer, queries, keys, norms, found.sample)
+            queries = found.queries[asked][layer.index]
+            norms = (found.euclidean if config.euclidean else found.norms)[layer.index]
+            made[key] = last_queries(layer.adapter, layer.index, queries, layer.prompt_keys, norms, found.sample)
         return made[key]
 
     return lined_groups(configs, of, found.tokens, found.sample)
@@ -79,28 +75,20 @@ def _groups(heads: int, sharing: int) -> list[slice]:
 
 
 def isolated_by_lines(
-    adapter: Adapter,
-    layer: int,
-    group: LinedGroup,
-    queries: Float[Tensor, "head query d_head"],
-    keys: Float[Tensor, "kv_head key d_head"],
-    summands: Summands,
-    slices: Float[Tensor, "head d_head d_model"],
-    alphas: Float[Tensor, "config head"],
+    layer: FullLayer, group: LinedGroup, summands: Summands, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """As `measure.isolated`, the mean over the prompt's queries that are asked, each of the entries that it sees.
+    """Return `measure.isolated`, the mean over the prompt's queries that are measured, each of the entries it sees.
 
-    `keys` are of the prompt's entries alone; behind theirs `summands` may hold more.
+    `summands` are of the prompt's entries, and may hold more.
     """
-    found, sharing = group.seen(on_device(group.measured, keys.device)), adapter.heads // group.kept_heads
+    queries, keys = layer.statistics.queries[group.measured][layer.index], layer.prompt_keys
+    found, sharing = group.seen(on_device(group.measured, keys.device)), layer.adapter.heads // group.kept_heads
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (found.kept, found.stage1))
     each = []
     for place, position in enumerate(group.measured):
         entries = slice(position + 1)
-        weights, sink = theory.decode_weights(
-            queries[:, place], keys[:, entries], adapter.scale(layer), adapter.sinks(layer)
-        )
-        full = measure.reference(weights, summands.of_first(position + 1), slices, sink)
+        weights, sink = theory.decode_weights(queries[:, place], keys[:, entries], layer.scale, layer.sinks)
+        full = measure.reference(weights, summands.of_first(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, place, entries], stage1[:, :, place, entries])
         each.append(measure.isolated(full, masks, alphas))
     return {name: torch.stack([one[name] for one in each]).mean(dim=0) for name in each[0]}
@@ -125,7 +113,7 @@ class OwnPrefill:
 def own_prefill(
     adapter: Adapter,
     token_ids: Sequence[int],
-    config: EvictionConfig,
+    config: ResolvedConfig,
     sample: str,
     resources: Resources,
     check: FiniteCheck,
@@ -167,7 +155,7 @@ class _Attention:
     """Stands in for the model's attention; `looked` holds, per layer, the entries that a head looks at in all."""
 
     adapter: Adapter
-    config: EvictionConfig
+    config: ResolvedConfig
     sample: str
     resources: Resources
     looked: list[Tensor] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""Kernels for accelerators. Only here is Triton imported, and only when a kernel is used.
+"""Kernels for accelerators; only here is Triton imported, and only when a kernel is used.
 
-Modules of this package may import Triton at their top; whoever uses one imports it inside the function that needs it,
-so that everything else runs where Triton is missing. Of ours they import nothing.
+Modules of this package may import Triton at their top; code that uses one imports it inside a function, so that
+everything else runs without Triton. They import nothing else of perturbkv.
 """

@@ -1,7 +1,7 @@
-"""ν_{h,i} = ‖V_i W_O^h‖₁ as one Triton kernel: V W_O is summed where it is made and never written (METHOD: Notation).
+"""ν_{h,i} = ‖V_i W_O^h‖₁ as one Triton kernel that sums V W_O on the fly and never writes it (METHOD: Notation).
 
-The norms are those of CriticalKV's Theorem 2, https://arxiv.org/abs/2502.03805. A program holds a tile of one key/value
-head's entries, walks over one query head's slice of W_O tile by tile, and keeps nothing but a running sum per entry.
+The norms are those of CriticalKV's Theorem 2, https://arxiv.org/abs/2502.03805. A program loads a tile of one key/value
+head's entries, iterates over tiles of one query head's slice of W_O, and keeps a running sum per entry.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def _project_and_sum(  # type: ignore[no-untyped-def]
 def projected_value_norms(
     value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"]
 ) -> Float[Tensor, "head key"]:
-    """ν_{h,i} = ‖V_i W_O^h‖₁ in float32, products in the inputs' own precision.
+    """Return ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' own precision.
 
-    `w_o` is `o_proj.weight`. Both are of one device and one dtype, bfloat16, float16 or float32, with heads of at most
-    `LARGEST_HEAD` (`unsuited` tells); any strides are read as they are. Beside inputs and result no memory is used. The
-    result knows no gradient.
+    `w_o` is `o_proj.weight`. Both are on one device and of one dtype, bfloat16, float16 or float32, with heads of at
+    most `LARGEST_HEAD` (see `unsuited`); any strides are supported. No memory is used besides inputs and result. The
+    result has no gradient.
     """
     kv_heads, keys, d_head = value.shape
     heads = w_o.shape[1] // d_head
@@ -104,7 +104,10 @@ def projected_value_norms(
 
 
 def unsuited(value: Tensor, w_o: Tensor) -> str:
-    """What the kernel expects of these tensors and what they are instead; empty where they suit it."""
+    """Return the requirement of the kernel that these tensors violate, and their actual value.
+
+    Empty where they suit it.
+    """
     if (value.dtype, value.device) != (w_o.dtype, w_o.device) or value.dtype not in _OPERANDS:
         wanted = ", ".join(str(dtype) for dtype in _OPERANDS)
         got = " and ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (value, w_o))
@@ -116,9 +119,9 @@ def unsuited(value: Tensor, w_o: Tensor) -> str:
 
 @functools.cache
 def triton_unavailable_reason(device: torch.device) -> str:
-    """Why the kernel cannot run on a device, such as a missing C compiler or too little memory; empty where it can.
+    """Return why the kernel cannot run on a device, such as a missing C compiler or too little memory.
 
-    It is tried once, on one entry of the largest head, whose tile needs most shared memory.
+    Empty where it can. It is tried once, on one entry of the largest head, whose tile needs most shared memory.
     """
     try:
         w_o = torch.ones(LARGEST_HEAD, LARGEST_HEAD, dtype=torch.bfloat16, device=device)
@@ -129,6 +132,6 @@ def triton_unavailable_reason(device: torch.device) -> str:
 
 
 def _tile(dtype: torch.dtype, d_head: int) -> tuple[Tile, int]:
-    """Tile, and head size padded to what `tl.dot` takes."""
+    """Return the tile, and the head size padded to a size that `tl.dot` accepts."""
     padded = max(_SMALLEST_DOT, 1 << (d_head - 1).bit_length())
     return _FLOAT32_TILE if dtype == torch.float32 else _TILES[max(padded, min(_TILES))], padded

@@ -1,1 +1,1 @@
-"""The scores, a file each; a file's name is the score's with `_` for `-`, and the folder is the list of them."""
+"""The scores, one file each, named like the score with `_` for `-`; the folder is the list of scores."""

@@ -34,7 +34,7 @@ class CAOTE(Score):
     holds_norms: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Per query head, a ‖o − v‖ / (1 − a)."""
+        """Return a ‖o − v‖ / (1 − a) per query head."""
         mean, values = layer.attention.mean(dim=-2), layer.values.to(WORK)
         sink, totals = layer.weights[1].mean(dim=-1, keepdim=True), layer.totals
         left = leave_out_heaviest(
@@ -45,6 +45,6 @@ class CAOTE(Score):
             None if layer.sinks is None else (layer.sinks.to(WORK).unsqueeze(-1) - totals).logsumexp(dim=-1),
         )
         outputs = left.whole.view(layer.kv_heads, layer.group, -1)
-        apart = torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist").flatten(0, 1)
-        moved = mean / (1 - mean) * apart
-        return moved.scatter_(-1, left.place, left.weight * left.apart.sqrt())[:, : layer.prefix]
+        distances = torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist").flatten(0, 1)
+        moved = mean / (1 - mean) * distances
+        return moved.scatter_(-1, left.place, left.weight * left.squared_distance.sqrt())[:, : layer.prefix]

@@ -48,11 +48,11 @@ class Defensive(Score):
 
     @classmethod
     def carries_history(cls) -> bool:
-        """Norms are shared out among entries of one position, which kept sets that were evicted do not all have."""
+        """Return True: norms are normalised over entries of one position, which evicted kept sets do not all have."""
         return True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """A row per key/value head."""
+        """Return a row per key/value head."""
         if not layer.prefix:
             return layer.norms.new_zeros(layer.kv_heads, 0, dtype=WORK)
         shown = layer.parts(CHUNK_BYTES)  # rows of attention in bounded memory; only the norms' sum needs all heads
@@ -63,7 +63,7 @@ class Defensive(Score):
         return floored * norms / norms.sum(dim=0).clamp(min=torch.finfo(WORK).tiny)
 
     def _worst(self, rows: Float[Tensor, "query prefix"]) -> Float[Tensor, " prefix"]:
-        """One head's largest over the window, each row pooled and scaled to its mass."""
+        """Return one head's largest weight over the window, each row pooled and scaled to its mass."""
         pooled = pool(rows, self.pool, self.kernel)
         scale = rows.sum(dim=-1) / pooled.sum(dim=-1).clamp(min=torch.finfo(WORK).tiny)
         return (pooled * scale.unsqueeze(-1)).amax(dim=0)

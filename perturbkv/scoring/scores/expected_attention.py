@@ -52,11 +52,11 @@ class ExpectedAttention(Score):
 
     @property
     def first_entries(self) -> int:
-        """The sinks."""
+        """Number of sinks."""
         return self.sinks
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """A row per query head; 0 for the sinks."""
+        """Return a row per query head; 0 for the sinks."""
         if layer.prefix <= self.sinks:
             return torch.zeros(layer.heads, layer.prefix, dtype=WORK, device=layer.keys.device)
         expected, _ = softmax_with_sinks(self._exponents(layer).to(WORK), layer.sinks)
@@ -66,7 +66,7 @@ class ExpectedAttention(Score):
         return torch.nn.functional.pad(expected, (self.sinks, 0))[:, : layer.prefix]
 
     def _exponents(self, layer: LayerView) -> Float[Tensor, "head key"]:
-        """Logarithm of the expected weight, up to a constant, of the entries behind the sinks."""
+        """Return the logarithm of the expected weight, up to a constant, of the entries after the sinks."""
         unrotated = layer.unrotated
         queries = unrotated.view(layer.kv_heads, layer.group, *unrotated.shape[1:])[:, :, self.sinks :]
         keys = layer.keys[:, self.sinks :].to(queries.dtype) * layer.scale
@@ -80,11 +80,11 @@ class ExpectedAttention(Score):
         keys: Float[Tensor, "key d_head"],
         turn: Float[Tensor, "d_head d_head"],
     ) -> Float[Tensor, "group key"]:
-        """Of one key/value head; keys carry the scale of the logits."""
+        """Return the exponents of one key/value head; keys include the scale of the logits."""
         mean = queries.mean(dim=1)
-        found = mean @ turn.T @ keys.T
+        exponents = mean @ turn.T @ keys.T
         if self.use_covariance:
             centred = queries - mean.unsqueeze(1)
             covariance = turn @ (centred.mT @ centred / len(keys)) @ turn.T
-            found += (keys @ covariance).mul_(keys).sum(dim=-1) / 2
-        return found
+            exponents += (keys @ covariance).mul_(keys).sum(dim=-1) / 2
+        return exponents

@@ -34,7 +34,7 @@ class H2O(Score):
     needs: ClassVar[tuple[str, ...]] = ("queries", "keys")
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Rows in float32 or better, sums in float64."""
+        """Return the mean attention of all queries, with rows in float32 or better and sums in float64."""
         queries, keys = layer.queries.shape[1], layer.entries
         dtype = torch.promote_types(layer.queries.dtype, torch.float32)
         block = max(1, _BLOCK_ENTRIES // (layer.group * keys))
@@ -43,6 +43,8 @@ class H2O(Score):
             for start in range(0, queries, block):
                 end = min(start + block, queries)
                 seen = layer.keys[kv_head, :end].to(dtype)
-                weights = causal_rows(rows[:, start:end].to(dtype), seen, layer.scale, start, layer.sinks_of(kv_head))
+                weights = causal_rows(
+                    rows[:, start:end].to(dtype), seen, layer.scale, start, layer.group_sinks(kv_head)
+                )
                 total[kv_head, :, :end] += weights.sum(dim=1, dtype=WORK)
         return total.flatten(0, 1)[:, : layer.prefix] / queries

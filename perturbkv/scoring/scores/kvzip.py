@@ -34,7 +34,7 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True)
 class KVzip(Score):
-    """The most that a replay gives an entry."""
+    """Largest weight of an entry in a replay."""
 
     name: ClassVar[str] = "kvzip"
     summary: ClassVar[str] = "the most that any query gives an entry while the context is run once more"
@@ -50,16 +50,16 @@ class KVzip(Score):
 
     @property
     def first_entries(self) -> int:
-        """The sinks."""
+        """Number of sinks."""
         return self.sinks
 
     @property
     def replay(self) -> Replay:
-        """Parts of `chunk` tokens."""
+        """A replay in parts of `chunk` tokens."""
         return Replay(self.chunk, self.wording, self.sinks)
 
     def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Largest weights, block by block."""
+        """Return the largest weights, computed in blocks."""
         largest = torch.zeros(len(seen.queries), seen.chunk, dtype=WORK, device=seen.keys.device)
         for heads, _, weights in seen.rows():
             largest[heads] = torch.maximum(largest[heads], weights.amax(dim=-2).to(WORK))

@@ -23,7 +23,7 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True)
 class KVzipPlus(KVzip):
-    """The most that an entry adds to the residual stream of a replay's query."""
+    """Largest contribution of an entry to the residual stream of a replay's query."""
 
     name: ClassVar[str] = "kvzip-plus"
     summary: ClassVar[str] = "kvzip's weights times projected value norms, over the norm of what attends"
@@ -31,7 +31,7 @@ class KVzipPlus(KVzip):
     holds_norms: ClassVar[bool] = True
 
     def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Largest contributions, block by block."""
+        """Return the largest contributions, computed in blocks."""
         if seen.hidden is None:
             msg = "hidden of the layer was not captured: no score of the run needs it"
             raise PluginError(msg)

@@ -35,7 +35,7 @@ class LAVa(Score):
                        known=("max", "average", "none"))  # fmt: skip
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Ā times the head's largest ‖v‖₁."""
+        """Return Ā times the head's largest ‖v‖₁."""
         mean = layer.attention[..., : layer.prefix].mean(dim=-2)
         if not layer.prefix:
             return mean

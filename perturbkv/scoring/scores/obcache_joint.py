@@ -30,7 +30,7 @@ class OBCacheJoint(Score):
     holds_norms: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Σ a² ((1 + z) (‖v‖² + z ‖v − o‖²) − z ‖o‖²)."""
+        """Return Σ a² ((1 + z) (‖v‖² + z ‖v − o‖²) − z ‖o‖²)."""
         attention, logits, distances = (
             shown[..., : layer.prefix] for shown in (layer.attention, layer.logits, layer.distances)
         )

@@ -29,5 +29,5 @@ class Random(Score):
     seed: int = option(0, "of the random numbers")
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """The same on every device."""
+        """Return uniform numbers, the same on every device."""
         return seeded(layer.heads, layer.prefix, self.seed, layer.sample, layer.layer)

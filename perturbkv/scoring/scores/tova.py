@@ -19,7 +19,7 @@ from perturbkv.scoring.score import Score
 
 @dataclass(frozen=True)
 class TOVA(Score):
-    """The last query votes for all heads."""
+    """Attention of the last query, averaged over the layer's heads."""
 
     name: ClassVar[str] = "tova"
     summary: ClassVar[str] = "the last query's attention, averaged over heads"
@@ -28,6 +28,6 @@ class TOVA(Score):
     whole_layer: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """The same row for every head."""
+        """Return the same row for every head."""
         mean = layer.attention[:, -1, : layer.prefix].mean(dim=0, keepdim=True)
         return mean.expand(layer.heads, -1)

@@ -34,10 +34,10 @@ class ValueNorm(Score):
 
     @property
     def first_entries(self) -> int:
-        """The sinks."""
+        """Number of sinks."""
         return self.sinks
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Ā ‖v‖₁."""
+        """Return Ā ‖v‖₁ per query head."""
         norms = torch.linalg.vector_norm(layer.values[:, : layer.prefix], ord=1, dim=-1, dtype=WORK)
         return layer.attention[..., : layer.prefix].mean(dim=-2) * layer.per_head(norms)

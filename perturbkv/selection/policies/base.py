@@ -7,6 +7,7 @@ named as the file is, that brings its options and replaces what differs; every s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -148,10 +149,15 @@ class Pooled(Policy):
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
+    @functools.cached_property
+    def score(self) -> Score:  # a name is looked up once
+        """Its own, or the one that `by` names."""
+        return scores.build(self.by) if self.ranks_by_another else self.own_score
+
     @property
-    def score(self) -> Score:
-        """SnapKV's, or the other one."""
-        return scores.build(self.by) if self.ranks_by_another else SnapKV(pool=self.pool, kernel=self.kernel)
+    def own_score(self) -> Score:
+        """SnapKV's."""
+        return SnapKV(pool=self.pool, kernel=self.kernel)
 
     @property
     def ranks_by_another(self) -> bool:

@@ -3,7 +3,7 @@
 Every head keeps (b − w)(1 − 1/β) prefix entries; the rest of the model's entries form a pool that is shared out in
 proportion to the scores (their section 3.2). They try β from 1.005 to 10; `beta` = 1.01 is the default of
 KVCache-Factory's port. Scores come from a JSON file `{"layer-head": score}`, as their code reads it, or from
-`perturbkv head-scores`. A kept set of several query heads takes the mean of their scores.
+`perturbkv trace --head-scores`. A kept set of several query heads takes the mean of their scores.
 
 A head whose share exceeds the prompt keeps all of it, and what it cannot take goes to the others, so that the model
 keeps L · H · b entries, to the entry.
@@ -38,7 +38,7 @@ class HeadKV(Pooled):
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """The layer's row of the whole model's budgets."""
         if available.head_scores is None:
-            msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv head-scores` writes"
+            msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv trace --head-scores` writes"
             raise ConfigError(msg)
         budgets = head_budgets(available.head_scores, available.free, available.prefix, self.beta)
         return budgets[available.layer]

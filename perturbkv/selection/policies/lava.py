@@ -34,7 +34,6 @@ from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score
-from perturbkv.scoring.score_registry import build
 from perturbkv.scoring.scores import lava
 from perturbkv.selection.layer_budget import LayerBudget, counted
 from perturbkv.selection.policies.base import Pooled, apportion
@@ -57,9 +56,9 @@ class LAVa(Pooled):
                            known=("model", "layer"))  # fmt: skip
 
     @property
-    def score(self) -> Score:
-        """Its own, or the one of `by`."""
-        return build(self.by) if self.ranks_by_another else lava.LAVa(pool=self.pool, kernel=self.kernel)
+    def own_score(self) -> Score:
+        """LAVa's."""
+        return lava.LAVa(pool=self.pool, kernel=self.kernel)
 
     @property
     def mixes(self) -> bool:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import FIRST, Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
-from perturbkv.configs.option import completed
-from perturbkv.configs.plugins import Catalogue, class_of_file, digest, is_ours, of_file
+from perturbkv.configs.option import complete_choice
+from perturbkv.configs.plugins import Catalogue, digest, is_ours, load_class, of_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import score_registry as scores
@@ -65,7 +65,7 @@ def register_score(score: type[Score]) -> type[Score]:
 def names() -> list[str]:
     """Every policy's name, SnapKV's first and those that were added last; nothing is imported."""
     found = [*_POLICIES.names(), *SCORES.names()]
-    added = [*SCORES.added, *_POLICIES.added]
+    added = [*SCORES.registered, *_POLICIES.registered]
     return sorted(dict.fromkeys(found), key=lambda name: (name in added, name != "snapkv"))
 
 
@@ -87,7 +87,7 @@ def info(name: str) -> type[Policy]:
 
 def _is_score(name: str) -> bool:
     """Whether a class of a user's own file is a score. Raises PluginError for one that is neither that nor a policy."""
-    found = class_of_file(name)
+    found = load_class(name)
     if isinstance(found, type) and not issubclass(found, (SCORES.base(), _POLICIES.base())):
         msg = f"expected '{name}' to be a subclass of Score or Policy, got {found.__name__}"
         raise PluginError(msg)
@@ -122,16 +122,11 @@ def _outside(name: str) -> type[Outside]:
 
 
 def build(choice: Choice) -> Policy:
-    """The policy with its options, those that were not given at their defaults. Raises as `completed`."""
+    """The policy with its options, those that were not given at their defaults. Raises as `complete_choice`."""
     if _from_outside(choice.name):
         return _outside(choice.name)()  # what its options say matters to whoever runs it
-    return _built(cast("Any", info(choice.name)), choice)
-
-
-@functools.cache
-def _built(kind: Any, choice: Choice) -> Policy:
-    found: Policy = kind(**(choice if choice.usual is not None else _completed(choice)).options)
-    return found
+    whole = choice if choice.usual is not None else _completed(choice)
+    return info(choice.name)(**whole.options)
 
 
 def spelled(choice: Choice) -> Choice:
@@ -144,7 +139,7 @@ def spelled(choice: Choice) -> Choice:
 def _completed(choice: Choice) -> Choice:
     if _from_outside(choice.name):
         return _outside(choice.name).completed(choice)
-    whole = completed(spelled(choice), f"policy '{choice.name}'", info(choice.name).options())
+    whole = complete_choice(spelled(choice), f"policy '{choice.name}'", info(choice.name).options())
     by = whole.options.get("by")
     if not isinstance(by, Choice):
         return whole.without(["by"])

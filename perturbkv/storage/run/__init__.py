@@ -1,1 +1,1 @@
-"""A run while it goes on: its journal, its shards, and the joining of both into a trace file."""
+"""An unfinished run on disk: its journal, its shards, and how both become a trace file."""

@@ -1,7 +1,4 @@
-"""Joining the shards of a run into its trace, one sample in memory at a time.
-
-Collecting the samples of one shard, resuming it, and noting that it is done.
-"""
+"""Shards of a run: measuring one, and merging all into the run's trace, one sample in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from perturbkv.storage.run.shards import (
     ShardJournal,
     ShardRecord,
     beside,
-    check_alike,
+    check_consistent,
     check_extends,
     clear_killed,
     differing_fields,
+    merge_provenance,
     named,
-    provenance_of,
 )
 from perturbkv.storage.run.writer import TraceWriter, existing_trace
 from perturbkv.storage.trace.texts import Texts, with_text
@@ -37,26 +34,26 @@ _log = logging.getLogger(__name__)
 
 
 def merge(path: str | Path, *, overwrite: bool = False, wait: bool = False) -> Trace:
-    """Join the shards of a run, which `measure(..., shard="3/16")` left, into the trace at `path`.
+    """Merge the shards of a run, which `measure(..., shard="3/16")` wrote, into the trace at `path`.
 
-    A trace without shards is whole, and read as it is. Killed at any moment, the same call goes on.
+    A trace without shards is complete, and is read as it is. After a kill the same call resumes.
 
     Args:
-        path: the trace, as the shards were given it.
+        path: the trace, as it was given to the shards.
         overwrite: replace a trace of another run at `path`.
         wait: where another process writes the trace or one of its shards, wait until it is done.
 
-    Raises TraceError where a shard is missing, which is named with what measures it, or nothing is there; OutputError
-    for shards of different runs, and where another process is at work there.
+    Raises TraceError where a shard is missing, naming it and the command that measures it, or where there is nothing to
+    read; OutputError for shards of different runs, and where another process is writing.
     """
     join(Path(path), overwrite=overwrite, wait=wait)
     return read_trace(Path(path))
 
 
 def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Texts | None = None) -> int:
-    """Join what lies beside `path`, as `merge`; returns how many shards that were.
+    """Merge the shards beside `path`, as `merge` does; return how many they were.
 
-    `texts` are those that the trace is to have, None: what the shards have, which all have theirs or none has.
+    `texts` are the texts that the trace is to have; None: those of the shards, either all or none of which have text.
     """
     if not (found := beside(path)):
         drop_dead(path)  # of a merge that was killed at its very end
@@ -65,12 +62,12 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
         return 0
     _wait_for(found, wait)
     if records := _records(path, found):
-        _check_done(path, records[0], overwrite)  # before the trace is locked: nobody is kept from it for nothing
+        _check_all_finished(path, records[0], overwrite)  # before locking the trace, which others may need
     with Lock(path, wait) as lock:
         found = beside(path)
         _wait_for(found, wait)
         if records := _records(path, found):
-            _check_done(path, records[0], overwrite)
+            _check_all_finished(path, records[0], overwrite)
             wanted = _texts(path, records, overwrite) if texts is None else texts
             writer = _writer(path, records, [one.journal for one in found], wanted, overwrite)
             lock.check()
@@ -82,7 +79,7 @@ def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Text
 
 
 def done(path: Path, record: ShardRecord, overwrite: bool = False) -> list[Shard]:
-    """The shards of a run that are measured: they say so, the trace that is there has their share, or it is empty."""
+    """Return the shards of a run that are measured: marked as done, already in the trace, or without any samples."""
     said = {one.shard.number for one in beside(path) if one.shard.count == record.shard.count and one.is_done()}
     old = existing_trace(path, record.run, overwrite)
     whole = set(old.sample_ids) if old and set(old.labels) >= set(record.run.labels()) else set()
@@ -95,14 +92,14 @@ def done(path: Path, record: ShardRecord, overwrite: bool = False) -> list[Shard
 
 
 def taken_over(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[ShardJournal]:
-    """The shards that a run without shards goes on with: no living process writes them.
+    """Return the shards that a run without shards resumes, none of them being written by a living process.
 
-    With `overwrite` those of another run are removed. Raises HeldError, or waits.
+    With `overwrite` those of another run are removed. Raises HeldError, or waits, where a living process writes one.
     """
     found = beside(path)
     _wait_for(found, wait)
     for one in found:
-        one.journal.check_ours()
+        one.journal.check_ownership()
         held = one.journal.run()
         if held is None:
             _log.info("%s does not say of which run it is; its samples are measured again", one.journal.folder)
@@ -113,24 +110,27 @@ def taken_over(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[
 
 
 def together(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -> dict[str, str]:
-    """The provenance of a process that goes on with shards, and theirs."""
-    return provenance_of([*(held.attrs for one in shards if (held := one.record())), attrs])
+    """Return the joint provenance of a process and of the shards that it resumes."""
+    return merge_provenance([*(held.attrs for one in shards if (held := one.record())), attrs])
 
 
 def _wait_for(found: Sequence[ShardJournal], wait: bool) -> None:
-    """Raise HeldError for a shard that a living process writes, or wait; one that is done ends in a moment."""
+    """Raise HeldError for a shard that a living process writes, or wait for it.
+
+    A shard that is done is waited for, as its process ends in a moment.
+    """
     for one in found:
         wait_until_free(one.path, wait or one.is_done())
 
 
 def _records(path: Path, found: Sequence[ShardJournal]) -> list[ShardRecord]:
-    """What the shards know, all of one run; nothing where only what a merge left is there that was killed at its end.
+    """Return the records of all shards; none where only leftovers of a merge that was killed at its end exist.
 
-    Raises OutputError as `check_alike`, TraceError where no shard says of which run it is.
+    Raises OutputError as `check_consistent`, TraceError where no shard says of which run it is.
     """
     records = [held for one in found if (held := one.record())]
     if records:
-        check_alike(path, records)
+        check_consistent(path, records)
     elif not path.exists() or any(one.journal.sample_ids() for one in found):
         msg = (
             f"expected shards of a run beside {path}, got {found[0].journal.folder}, which does not say of which; "
@@ -140,13 +140,13 @@ def _records(path: Path, found: Sequence[ShardJournal]) -> list[ShardRecord]:
     return records
 
 
-def _check_done(path: Path, record: ShardRecord, overwrite: bool) -> None:
+def _check_all_finished(path: Path, record: ShardRecord, overwrite: bool) -> None:
     finished = set(done(path, record, overwrite))
     if lacking := [shard for shard in record.shards() if shard not in finished]:
-        raise MissingShardError(_lacking(path, record, lacking))
+        raise MissingShardError(_missing_message(path, record, lacking))
 
 
-def _lacking(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
+def _missing_message(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
     count = record.shard.count
     return (
         f"expected all {count:,} shards of {path}, got {count - len(lacking):,}: {named(lacking)} "
@@ -158,8 +158,8 @@ def _lacking(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
 def _writer(
     path: Path, records: Sequence[ShardRecord], journals: Sequence[Journal], texts: Texts | None, overwrite: bool
 ) -> TraceWriter:
-    """What writes the trace. Raises TraceError where a shard that says it is done lacks something."""
-    first, attrs = records[0], provenance_of([one.attrs for one in records])
+    """Return the trace's writer. Raises TraceError where a shard that is marked as done lacks something."""
+    first, attrs = records[0], merge_provenance([one.attrs for one in records])
     kept = all(one.kept for one in records)
     writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, texts, journals, kept)
     if unmeasured := set(writer.unmeasured()):
@@ -170,12 +170,12 @@ def _writer(
             for shard, (samples, configs) in shares.items()
             if any(missing.get(name, set()) & set(configs) for name in samples)
         ]
-        raise MissingShardError(_lacking(path, first, lacking))
+        raise MissingShardError(_missing_message(path, first, lacking))
     return writer
 
 
 def _texts(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts | None:
-    """None where all samples have their text, nothing where none has. Raises TraceError where only some have."""
+    """Return None where all samples have their text, an empty dict where none has. Raises TraceError for a mixture."""
     if not any(one.text for one in records):
         return {}
     without = [one for one in records if not one.text]
@@ -194,45 +194,45 @@ _LOOKED_AT = 8
 
 
 class ShardWriter:
-    """Collects what one shard measures, in its journal, as a `TraceWriter` does for a whole run.
+    """Writer of one shard: collects its samples in a journal, as `TraceWriter` does for a whole run.
 
     Args:
-        trace: the trace file to be; what it holds already, or the journal of a run without shards, is not missing.
-        record: what the shard knows of the run.
-        texts: of prompts and answers, kept with the samples: who joins them has no tokenizer.
-        overwrite: shards and traces of other runs are replaced; the trace when all shards are joined.
+        trace: the trace file of the run; what it, or the journal of a run without shards, holds is not missing.
+        record: the shard's description of the run.
+        texts: texts of prompts and answers, stored with the samples, as merging has no tokenizer.
+        overwrite: replace shards of other runs now, and a trace of another run when all shards are merged.
 
-    Raises TraceError and OutputError where those of another run are there and `overwrite` is False.
+    Raises TraceError and OutputError where those of another run exist and `overwrite` is False.
     """
 
     def __init__(self, trace: Path, record: ShardRecord, texts: Texts, overwrite: bool = False) -> None:
         self.shard, self._record, self._texts = ShardJournal(trace, record.shard), record, texts
-        _check_others(trace, record, overwrite)
-        held = _held(trace, record.run, overwrite)
+        _check_other_shards(trace, record, overwrite)
+        held = _existing_labels(trace, record.run, overwrite)
         self._own = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, kept=record.kept)
-        self._missing = _share(record, self._own.missing(), held)
+        self._missing = _missing_share(record, self._own.missing(), held)
         self._begin()
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Sample -> the configurations of it that the shard has still to measure; samples that lack none are absent."""
+        """Return sample -> the configurations that the shard has still to measure; complete samples are absent."""
         return dict(self._missing)
 
     def done(self) -> set[str]:
-        """Samples of which the shard has nothing to measure."""
+        """Return the samples of which the shard has nothing left to measure."""
         samples, _ = self._record.share(self._record.shard)
         return set(samples) - self._missing.keys()
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-        """Keep one sample, measured for `configs`, with its text. Raises TraceError as a `TraceWriter` does."""
+        """Store a sample, measured for `configs`, with its text. Raises TraceError as a `TraceWriter` does."""
         self._own.append(with_text(sample, self._texts), configs)
         self._missing.pop(sample.sample_id, None)
 
     def leave(self) -> None:
-        """Leave a run that cannot go on: of one that kept no sample nothing is left."""
+        """Abandon the run: remove a journal that holds no sample."""
         self.shard.journal.discard_empty()
 
     def finish(self) -> Path:
-        """Note that the shard is done; returns its journal. Raises TraceError where that vanished meanwhile."""
+        """Mark the shard as done and return its journal. Raises TraceError where the journal was removed meanwhile."""
         if self._missing or not self.shard.journal.folder.is_dir():
             msg = (
                 f"expected every sample of shard {self._record.shard} in {self.shard.journal.folder}, got fewer, as "
@@ -243,20 +243,20 @@ class ShardWriter:
         return self.shard.journal.folder
 
     def failures(self) -> dict[str, str]:
-        """Sample -> why it failed."""
+        """Return sample -> why it failed."""
         return self._own.failures()
 
     def _begin(self) -> None:
-        """Note what the shard knows; one that is done and lacks nothing stays so, as others may be joining it."""
+        """Write the shard's record, unless the shard is done and lacks nothing: a merge may be reading it."""
         before = self.shard.record()
-        if self.shard.is_done() and not self._missing and before and before.is_alike(self._record):
+        if self.shard.is_done() and not self._missing and before and before.is_equivalent(self._record):
             return
         self.shard.begin(self._record)
         if self._texts and not (before and before.text):
             self._add_texts()
 
     def _add_texts(self) -> None:
-        """Samples that were measured without their text get it."""
+        """Add the text to samples that were measured without it."""
         for entry in self.shard.journal.entries():
             if entry.reason is None and not entry.shapes().keys() >= set(TEXT):
                 sample = with_text(SampleTrace(entry.sample_id, entry.arrays()), self._texts)
@@ -264,10 +264,10 @@ class ShardWriter:
                 entry.path.unlink()
 
 
-def _share(
+def _missing_share(
     record: ShardRecord, missing: dict[str, tuple[EvictionConfig, ...]], held: dict[str, set[str]]
 ) -> dict[str, tuple[EvictionConfig, ...]]:
-    """What of a run's missing configurations is the shard's, and not held by others."""
+    """Return the missing configurations per sample that belong to the shard and are not in `held`."""
     samples, configs = record.share(record.shard)
     own = {
         name: tuple(one for one in missing.get(name, ()) if one in configs and one.label() not in held[name])
@@ -276,13 +276,13 @@ def _share(
     return {name: lacking for name, lacking in own.items() if lacking}
 
 
-def _held(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, set[str]]:
-    """Sample -> labels of what the trace holds that is there, or the journal of a run without shards."""
+def _existing_labels(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, set[str]]:
+    """Return sample -> labels that the existing trace, or the journal of a run without shards, holds."""
     held: dict[str, set[str]] = defaultdict(set)
     if old := existing_trace(trace, run, overwrite):
         held.update({name: set(old.labels) for name in old.sample_ids if name not in old.failures})
     journal = Journal(journal_path(trace))
-    journal.check_ours()
+    journal.check_ownership()
     of = journal.run()
     if of is not None and not (overwrite and differing_fields(run, of)):
         check_extends(run, of, journal.folder)
@@ -291,11 +291,11 @@ def _held(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, set[str]]:
     return held
 
 
-def _check_others(trace: Path, record: ShardRecord, overwrite: bool) -> None:
-    """Raise OutputError where shards of another run, or of another way to share it out, are there.
+def _check_other_shards(trace: Path, record: ShardRecord, overwrite: bool) -> None:
+    """Raise OutputError where shards of another run, or of another division of this one, exist.
 
-    With `overwrite` those of another run are removed, but for those that a living process writes. Without it the first
-    few are looked at: all are held against one another when they are joined.
+    With `overwrite` those of another run are removed, but for those that a living process writes. Without it only the
+    first few are checked: all are compared when they are merged.
     """
     found = beside(trace)
     for shard in found if overwrite else found[:_LOOKED_AT]:
@@ -303,7 +303,7 @@ def _check_others(trace: Path, record: ShardRecord, overwrite: bool) -> None:
         if other and overwrite and differing_fields(record.run, other.run):
             _remove(shard, other)
         elif other:
-            check_alike(trace, [record, other])
+            check_consistent(trace, [record, other])
 
 
 def _remove(shard: ShardJournal, expected: ShardRecord) -> None:

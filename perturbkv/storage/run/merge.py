@@ -1,7 +1,7 @@
-"""One sample from parts that hold different eviction configurations of it.
+"""Merging parts of a sample, each with other eviction configurations, into one sample.
 
-A run that gets more configurations prefills again and measures the new ones alone. The new part joins the old one:
-what has a `config` axis is put side by side; what describes the full cache is the same run measured twice.
+A run that gets more configurations prefills again and measures the new ones alone. Variables with a `config` axis are
+concatenated; those that describe the full cache are the same run measured twice.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ Arrays = Mapping[str, NDArray[Any]]
 Shapes = dict[str, tuple[int, ...]]
 
 FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured", "score_full")
-"""What tells one full-cache run from another: alike in all parts of a sample, or their numbers are not comparable."""
+"""Variables that identify a full-cache run: equal in all parts of a sample, or their numbers are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
 _FILLED = (*KEPT, DIGEST, *PREFILLS)
-"""What a part without it gets where another part of the sample has it."""
+"""Variables that a part without them gets where another part of the sample has them."""
 
 
 class Part(Protocol):
-    """Some configurations of a sample, kept on disk, numbers unread."""
+    """Some configurations of a sample, stored on disk, numbers unread."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The configurations along its `config` axis."""
 
     def arrays(self, names: Iterable[str] = ...) -> dict[str, NDArray[Any]]:
-        """Those of the named variables that it holds, by default all, as in a `SampleTrace`."""
+        """Return those of the named variables that it holds, by default all, as in a `SampleTrace`."""
 
     def shapes(self) -> Shapes:
-        """Variable name -> shape as `join` leaves it, without reading the large ones."""
+        """Return variable name -> shape as `join` leaves it, without reading the large ones."""
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 def disjoint(parts: Sequence[AnyPart]) -> list[AnyPart]:
-    """Those of a sample's parts, older ones first, that together hold no configuration twice.
+    """Return a subset of a sample's parts, given older ones first, that holds no configuration twice.
 
-    A part that holds more comes before one that holds less, a newer before an older: bytes of caches and noise floors
-    belong to a part as a whole, so that nothing can be taken from a part alone.
+    A larger part is preferred to a smaller, a newer to an older: bytes of caches and noise floors belong to a part as a
+    whole, so that a part cannot be split.
     """
     chosen: list[AnyPart] = []
     held: set[str] = set()
@@ -62,15 +62,16 @@ def disjoint(parts: Sequence[AnyPart]) -> list[AnyPart]:
 
 
 def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace:
-    """One sample from parts, each with the configurations along its `config` axis, in the order of `labels`.
+    """Return a sample from parts, its configurations in the order of `labels`.
 
-    Noise floors are the larger ones of the parts: what lies below counts as rounding, so the larger is the careful
-    one. Bytes of caches are added. Everything else without a `config` axis is the first part's. A variable that some
-    part lacks is left out, but for kept positions and what prefills took: those that there are stay.
+    Each part comes with the labels along its `config` axis. Noise floors are the maximum over the parts: differences
+    below count as rounding, so the maximum is conservative. Bytes of caches are added. Every other variable without a
+    `config` axis is the first part's. A variable that some part lacks is left out, but for kept positions and prefill
+    times, which are kept where some part has them.
 
     Raises TraceError where the parts do not hold each of `labels` once, or their full-cache runs differ.
     """
-    samples = with_kept_alike([sample for sample, _ in parts])
+    samples = with_common_variables([sample for sample, _ in parts])
     held = [label for _, part_labels in parts for label in part_labels]
     lengths = [(sample.sizes()["config"], len(part_labels)) for sample, part_labels in parts]
     if sorted(held) != sorted(labels) or any(length != named for length, named in lengths):
@@ -79,12 +80,12 @@ def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[st
     check_same_run(samples[0].sample_id, [sample.arrays for sample in samples])
     order = np.array([held.index(label) for label in labels])
     names = [name for name in samples[0].arrays if all(name in sample.arrays for sample in samples)]
-    arrays = {name: _joined(name, [sample.arrays[name] for sample in samples], order) for name in names}
-    return SampleTrace(samples[0].sample_id, arrays | (_kept(samples, order) if KEPT[0] in arrays else {}))
+    arrays = {name: _merged_variable(name, [sample.arrays[name] for sample in samples], order) for name in names}
+    return SampleTrace(samples[0].sample_id, arrays | (_merged_codes(samples, order) if KEPT[0] in arrays else {}))
 
 
 def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace | None:
-    """The only part, where it holds all of `labels` in this order and no byte of codes too many: nothing to copy."""
+    """Return the only part where it holds all of `labels` in this order and no unused byte of codes, else None."""
     (sample, held), *others = parts
     whole = (
         not others and list(held) == list(labels) and code_bytes(sample.arrays) == len(sample.arrays.get(KEPT[2], ()))
@@ -92,29 +93,30 @@ def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels
     return sample if whole else None
 
 
-def with_kept_alike(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
-    """The parts of a sample: where some have kept positions, or digests, all have such, of no set or their own.
+def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
+    """Return the parts of a sample with the same optional variables.
 
-    Where some have prefills of their own, all say what these took, or that there are none.
+    Where some have kept positions or digests, the others get empty ones or their own digests; where some have prefill
+    times, the others get NaN.
     """
     some = {name for sample in samples for name in _FILLED if name in sample.arrays}
     return [
         sample
         if some <= sample.arrays.keys()
-        else replace(sample, arrays={**_kept_of(sample.arrays, some), **sample.arrays})
+        else replace(sample, arrays={**_missing_arrays(sample.arrays, some), **sample.arrays})
         for sample in samples
     ]
 
 
 def digests(arrays: Arrays) -> NDArray[Any]:
-    """Of every head's kept positions; 0 where they are not known."""
+    """Return the digest of each head's kept positions; 0 where they are not known."""
     if KEPT[0] not in arrays:
         return np.zeros_like(arrays["kept_count"])
     return kept_codec.digests(arrays["kept_code"], *(arrays[name] for name in (*KEPT[:2], "kept_count")))
 
 
-def _kept_of(arrays: Arrays, names: set[str]) -> Arrays:
-    """Of the named variables those that a part without them has."""
+def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
+    """Return the values of the named variables for a part that lacks them."""
     nothing = np.zeros_like(arrays["kept_count"])
     none = dict(zip(KEPT, (nothing, nothing, np.zeros(0, dtype=np.uint8)), strict=True))
     none |= {"prefill_seconds": np.full(len(nothing), np.nan), "prefill_seconds_full": np.array(np.nan)}
@@ -134,9 +136,9 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
 
 
 def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
-    """Variable name -> shape of what `join` makes of parts of these shapes."""
+    """Return variable name -> shape of the sample that `join` makes of parts of these shapes."""
     some = {name for part in parts for name in _FILLED if name in part}
-    parts = [{**{name: _filled(name, part) for name in some}, **part} for part in parts]
+    parts = [{**{name: _missing_shape(name, part) for name in some}, **part} for part in parts]
     first, *others = parts
     shapes = {name: shape for name, shape in first.items() if all(name in other for other in others)}
     for name, shape in shapes.items():
@@ -145,21 +147,21 @@ def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
     return shapes
 
 
-def _filled(name: str, part: Shapes) -> tuple[int, ...]:
-    """The shape of a variable that a part lacks and another has."""
+def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
+    """Return the shape of a variable that a part lacks and another part has."""
     own = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
     return own.get(name, part["kept_count"])
 
 
 def code_bytes(arrays: Arrays) -> int:
-    """Bytes of a part's codes of kept positions, shared ones once; 0 where it has none."""
+    """Return the bytes of a part's codes of kept positions, shared codes counted once; 0 where it has none."""
     if KEPT[1] not in arrays:
         return 0
-    first, _ = distinct_places(arrays["kept_offset"], arrays["kept_length"])
+    first, _ = distinct_codes(arrays["kept_offset"], arrays["kept_length"])
     return int(arrays["kept_length"].reshape(-1)[first].sum())
 
 
-def _joined(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
+def _merged_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
     if VARIABLES[name].dims[:1] == ("config",):
         return np.asarray(np.concatenate(values)[order])
     if name in _FLOORS:
@@ -171,29 +173,29 @@ def _joined(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> N
     return np.asarray(values[0])
 
 
-def _kept(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Offsets and codes, places in the order of (config, layer, head); heads that shared a place still do."""
+def _merged_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Return offsets and codes, sorted by (config, layer, head); heads that shared a code still do."""
     codes = [sample.arrays["kept_code"] for sample in samples]
     behind = np.cumsum([0, *map(len, codes)])[:-1]
     moved = [sample.arrays["kept_offset"] + start for sample, start in zip(samples, behind, strict=True)]
     offsets = np.concatenate(moved)[order]
     lengths = np.concatenate([sample.arrays["kept_length"] for sample in samples])[order]
-    first, place = distinct_places(offsets, lengths)
+    first, place = distinct_codes(offsets, lengths)
     starts, own = offsets.reshape(-1)[first], lengths.reshape(-1)[first]
-    together = _in_one_row(codes)
-    joined = _in_one_row([together[start:stop] for start, stop in _runs(starts, own)])
+    together = _concatenated(codes)
+    joined = _concatenated([together[start:stop] for start, stop in _slices(starts, own)])
     return {"kept_offset": (np.cumsum(own) - own)[place].reshape(offsets.shape), "kept_code": joined}
 
 
-def _in_one_row(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """The rows one behind the other; a single one, which may be large, is not copied."""
+def _concatenated(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the concatenated rows; a single row, which may be large, is not copied."""
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def distinct_places(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Distinct places in the order in which they first occur: where each does, and the place of every row.
+def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return each distinct (offset, length)'s first index, in order of occurrence, and the number of each row's pair.
 
-    Both offset and length tell places apart: an empty one starts where the next one does.
+    Both offset and length are compared, as an empty code starts where the next one does.
     """
     rows = offsets.reshape(-1).astype(np.int64) * (int(lengths.max()) + 1) + lengths.reshape(-1)
     _, first, place = np.unique(rows, return_index=True, return_inverse=True)
@@ -203,8 +205,8 @@ def distinct_places(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArr
     return first[order], rank[place.reshape(-1)]
 
 
-def _runs(starts: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, int]]:
-    """(start, stop) of the fewest slices that hold the places one behind the other: one copy instead of thousands."""
+def _slices(starts: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, int]]:
+    """Return (start, stop) of the fewest slices that cover the codes in order: one copy instead of thousands."""
     breaks = np.flatnonzero(starts[1:] != (starts + lengths)[:-1]) + 1
     begin, end = np.array([0, *breaks]), np.array([*breaks, len(starts)]) - 1
     return list(zip(starts[begin].tolist(), (starts + lengths)[end].tolist(), strict=True))

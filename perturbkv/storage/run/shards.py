@@ -1,8 +1,7 @@
-"""The shards of a run beside its trace: journals of their own, each of which knows the whole run.
+"""Shards of a run: their journals beside the trace, and whether a run can extend what an older one left.
 
-A shard is locked, and its journal lies, as those of an output `<trace>.shard-3-of-16`, of which no file is ever made.
-
-Whether a run goes on with what an older one left: only samples and configurations may be added.
+A shard's lock and journal are named like those of an output `<trace>.shard-3-of-16`, a file that is never made. Each
+journal describes the whole run. Only samples and configurations may be added to a run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import DIGESTS, METRICS, RunConfig, Shard
+from perturbkv.configs.run import BY, DIGESTS, METRICS, RunConfig, Shard
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
 from perturbkv.storage.atomic_files import write_whole
 from perturbkv.storage.output import TEMPORARY, drop_dead, real
@@ -26,36 +25,36 @@ from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_
 
 
 def check_extends(run: RunConfig, held: RunConfig, where: Path) -> None:
-    """Raise TraceError unless what lies at `where`, of the run `held`, can be extended to `run`."""
+    """Raise TraceError unless the output at `where`, of the run `held`, can be extended to `run`."""
     if fields := differing_fields(run, held):
         msg = (
             f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}"
-            f"{_changed(run, held) if 'plugins' in fields else ''}; use another "
+            f"{_changed_plugins(run, held) if 'plugins' in fields else ''}; use another "
             "--output, or --overwrite to replace it (only samples and configurations may be added)"
         )
         raise TraceError(msg)
 
 
 def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
-    """Fields in which `held` differs so that it cannot be extended to `run`; none where it is a part of it."""
+    """Return the fields that prevent extending `held` to `run`; none where `held` is a part of `run`."""
     may_grow = {
         "samples": held.samples <= run.samples,
         "configs": set(held.configs) <= set(run.configs),
         "head_scores": not held.head_scores,  # empty where no configuration needs them
         "plugins": held.plugins.items() <= run.plugins.items(),
-        "dataset_options": _grown(held.dataset_options, run.dataset_options),
+        "dataset_options": _is_extension(held.dataset_options, run.dataset_options),
     }
     return [name for name in run.differences(held) if not may_grow.get(name, False)]
 
 
-def _changed(run: RunConfig, held: RunConfig) -> str:
-    """Which scores and policies are another version now."""
+def _changed_plugins(run: RunConfig, held: RunConfig) -> str:
+    """Return in words which scores and policies have changed since."""
     names = [name for name, version in held.plugins.items() if run.plugins.get(name, version) != version]
     return f" ({', '.join(names)} is another version now)" if names else ""
 
 
-def _grown(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether options differ in prompts that were added alone, and in what grades those."""
+def _is_extension(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Return whether options differ only in added prompts, and in the metrics that grade these."""
     may_grow = {DIGESTS: None, METRICS: None}
     old, new = held.get(DIGESTS, {}), asked.get(DIGESTS, {})
     more = old.items() <= new.items() and set(held.get(METRICS, ())) <= set(asked.get(METRICS, ()))
@@ -69,22 +68,23 @@ _MOST_NAMED = 6
 
 @dataclass(frozen=True)
 class Command:
-    """What was typed to measure a shard: its words, None where the shard stands, and in which folder.
+    """The command line that measured a shard: its words, with None in place of the shard, and its folder.
 
-    Without words it was a function that was called.
+    Without words the shard was measured by a Python call.
     """
 
     words: tuple[str | None, ...] = ()
     folder: str = ""
 
     def measuring(self, shard: Shard) -> str:
-        """How another shard of the same run is measured."""
+        """Return the command that measures another shard of the same run."""
         if not self.words:
-            return f"pk.measure with the same arguments and shard='{shard}'"
+            written = f"'{shard}'" if shard.by == BY[0] else f"pk.Shard.parse('{shard}', '{shard.by}')"
+            return f"pk.measure with the same arguments and shard={written}"
         return self._typed([str(shard) if word is None else word for word in self.words])
 
     def without_shard(self) -> str:
-        """How the same run is measured without shards."""
+        """Return the command that measures the same run without shards."""
         if not self.words:
             return "pk.measure with the same arguments and no shard"
         place = self.words.index(None)
@@ -97,16 +97,16 @@ class Command:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a shard knows of the whole run.
+    """A shard's description of the whole run.
 
     Attributes:
-        shard: which it is.
+        shard: which shard it is.
         run: the whole run's configuration.
-        sample_ids: of every sample of the run, in the order of the file.
-        attrs: provenance of what the shard measured.
-        text: whether its samples are kept with the text of prompts and answers.
-        kept: whether they are with kept positions.
-        command: how it was asked for.
+        sample_ids: ids of all samples of the run, in the order of the file.
+        attrs: provenance of the shard's measurements.
+        text: whether its samples are stored with the text of prompts and answers.
+        kept: whether they are stored with kept positions.
+        command: the command that measured it.
     """
 
     shard: Shard
@@ -118,25 +118,25 @@ class ShardRecord:
     kept: bool = True
 
     def share(self, shard: Shard) -> tuple[tuple[str, ...], tuple[EvictionConfig, ...]]:
-        """The samples that a shard of the run measures, and the configurations that it measures of each."""
+        """Return the samples that a shard of the run measures, and the configurations that it measures of each."""
         return shard.of(self.sample_ids, self.run.configs)
 
-    def is_alike(self, other: ShardRecord) -> bool:
-        """Whether both are of the same share of the same run, however it was asked for and wherever measured."""
+    def is_equivalent(self, other: ShardRecord) -> bool:
+        """Return whether both describe the same share of the same run, whatever the command and the machine."""
         return dataclasses.replace(self, attrs=other.attrs, command=other.command) == other
 
     def shards(self) -> list[Shard]:
-        """All shards of the run."""
+        """Return all shards of the run."""
         return [dataclasses.replace(self.shard, number=number + 1) for number in range(self.shard.count)]
 
     def document(self) -> dict[str, Any]:
-        """All but the run, which the journal holds, as JSON has it."""
+        """Return everything but the run, which the journal holds, as a JSON object."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
         return {**own, "shard": dataclasses.asdict(self.shard), "command": dataclasses.asdict(self.command)}
 
 
 class ShardJournal:
-    """The journal of one shard, with its record; `path` is what its lock is named after."""
+    """The journal of one shard, with its record; its lock is named after `path`."""
 
     def __init__(self, trace: Path, shard: Shard) -> None:
         self.shard, where = shard, real(trace)
@@ -144,8 +144,8 @@ class ShardJournal:
         self.journal = Journal(journal_path(self.path))
 
     def record(self) -> ShardRecord | None:
-        """What it knows of the run; None where that cannot be read. Raises OutputError for somebody else's files."""
-        self.journal.check_ours()
+        """Return the shard's record; None where it cannot be read. Raises OutputError for another program's files."""
+        self.journal.check_ownership()
         run = self.journal.run()
         try:
             held = json.loads((self.journal.folder / SHARD).read_text())
@@ -159,18 +159,18 @@ class ShardJournal:
         return ShardRecord(shard, run, ids, attrs, held.get("text") is True, told, held.get("kept") is not False)
 
     def begin(self, record: ShardRecord) -> None:
-        """Make the journal, and note what it knows; it is not done, so that nobody joins it."""
+        """Make the journal and store the record, not marked as done, so that it is not merged."""
         (self.journal.folder / DONE).unlink(missing_ok=True)
         self.journal.begin(record.run)
         text = json.dumps(record.document())
         write_whole(self.journal.folder / SHARD, lambda stream: stream.write(text.encode()), folders=False)
 
     def finish(self) -> None:
-        """Note that nothing of its share is missing."""
+        """Mark the shard as done: nothing of its share is missing."""
         write_whole(self.journal.folder / DONE, lambda stream: stream.write(b""), folders=False)
 
     def is_done(self) -> bool:
-        """Whether it says that nothing of its share is missing."""
+        """Return whether the shard is marked as done."""
         try:
             (self.journal.folder / DONE).read_bytes()  # opened: of a network's file system a look may be old
         except OSError:
@@ -179,15 +179,15 @@ class ShardJournal:
 
 
 def beside(trace: Path) -> list[ShardJournal]:
-    """The shards of which something lies beside a trace, in their order."""
+    """Return the shards that have a journal beside a trace, sorted."""
     where = real(trace)
     pattern = f"{glob.escape(where.name)}.shard-*-of-*{SUFFIX}"
-    found = [_named(where, folder) for folder in where.parent.glob(pattern)]
+    found = [_parse_folder(where, folder) for folder in where.parent.glob(pattern)]
     return sorted((one for one in found if one), key=lambda one: (one.shard.count, one.shard.number))
 
 
 def clear_killed(trace: Path) -> None:
-    """Remove what killed shards of a trace left beside their journals: locks, and files to try the place with."""
+    """Remove the locks and temporary files that killed shards of a trace left beside their journals."""
     where = real(trace)
     shards = f".{glob.escape(where.name)}.shard-*-of-*"
     for file in where.parent.glob(f"{shards}.lock"):
@@ -196,8 +196,8 @@ def clear_killed(trace: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _named(trace: Path, folder: Path) -> ShardJournal | None:
-    """The shard that a folder's name says; None where it is no shard's."""
+def _parse_folder(trace: Path, folder: Path) -> ShardJournal | None:
+    """Return the shard that a folder's name denotes; None where it denotes none."""
     said = _NAMED.fullmatch(folder.name.removeprefix(f"{trace.name}.").removesuffix(SUFFIX))
     try:
         one = ShardJournal(trace, Shard(int(said[1]), int(said[2]))) if said else None
@@ -206,8 +206,11 @@ def _named(trace: Path, folder: Path) -> ShardJournal | None:
     return one if one and one.journal.folder.name == folder.name else None
 
 
-def check_alike(trace: Path, records: Iterable[ShardRecord]) -> None:
-    """Raise OutputError where shards are not of one run, or share it out in different ways; the first may be new."""
+def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
+    """Raise OutputError where shards belong to different runs or to different divisions of one.
+
+    The first record may be a new one.
+    """
     first, *others = records
     for other in others:
         both = f"expected shards of one run beside {trace}, got {first.shard} and {other.shard}"
@@ -226,13 +229,13 @@ def check_alike(trace: Path, records: Iterable[ShardRecord]) -> None:
 
 
 def named(shards: Sequence[Shard]) -> str:
-    """Shards in words: '3/16, 7/16 and 4 more'."""
+    """Return shards in words: '3/16, 7/16 and 4 more'."""
     more = f" and {len(shards) - _MOST_NAMED} more" if len(shards) > _MOST_NAMED else ""
     return ", ".join(map(str, shards[:_MOST_NAMED])) + more
 
 
-def provenance_of(attrs: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Root attributes of what several processes measured: where they differ, each value once; made as the last was."""
+def merge_provenance(attrs: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the joint provenance of several processes: differing values joined, each once; `created` is the latest."""
     names = dict.fromkeys(name for one in attrs for name in one)
     told = {name: "; ".join(dict.fromkeys(one[name] for one in attrs if name in one)) for name in names}
     return told | {"created": max(one["created"] for one in attrs)} if "created" in names else told

@@ -1,7 +1,4 @@
-"""Collecting a run's samples, resuming and extending it, and leaving its trace file behind.
-
-A finished trace that a run goes on with: its samples one at a time, as they were before they were joined.
-"""
+"""Writers of traces: collecting a run's samples, resuming and extending it, and writing its trace file."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 
 class ExistingTrace:
-    """What a trace file holds, its numbers unread.
+    """The contents of a trace file, its numbers unread.
 
     Args:
         path: the file. Raises TraceError where it is not a whole trace.
@@ -53,24 +50,25 @@ class ExistingTrace:
         self._places = {name: place for place, name in enumerate(held.sample_ids) if name not in held.failures}
 
     def part(self, sample_id: str) -> ExistingSample | None:
-        """The sample; None where it failed or is not there."""
+        """Return a sample; None where it failed or the trace does not have it."""
         place = self._places.get(sample_id)
         return None if place is None else ExistingSample(self._path, self._stamp, place, self.labels)
 
 
 def existing_trace(path: Path, run: RunConfig, overwrite: bool = False) -> ExistingTrace | None:
-    """The trace at `path` that `run` goes on with; None where there is none, or with `overwrite` one of another run.
+    """Return the trace at `path` that `run` resumes or extends.
 
-    Raises TraceError for a trace of another run where `overwrite` is False.
+    None where there is no file, or, with `overwrite`, one of another run. Raises TraceError for a trace of another run
+    where `overwrite` is False.
     """
-    if not path.exists() or (overwrite and not _goes_on(path, run)):
+    if not path.exists() or (overwrite and not _is_extendable(path, run)):
         return None
     check_extends(run, read_run(path), path)
     return ExistingTrace(path)
 
 
-def _goes_on(path: Path, run: RunConfig) -> bool:
-    """Whether the file that is there is a whole trace of this run or of a part of it."""
+def _is_extendable(path: Path, run: RunConfig) -> bool:
+    """Return whether the existing file is a whole trace of this run or of a part of it."""
     try:
         return not differing_fields(run, describe_whole(path).run)
     except TraceUnavailableError:
@@ -81,7 +79,7 @@ def _goes_on(path: Path, run: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class ExistingSample:
-    """A complete sample of a trace file, at `place` along its `sample` axis; a part of the sample to be."""
+    """A complete sample of a trace file, at index `place` of its `sample` axis, as a part of a new sample."""
 
     path: Path
     stamp: int
@@ -89,12 +87,12 @@ class ExistingSample:
     labels: tuple[str, ...]
 
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
-        """Those of the named variables that it holds, as in a `SampleTrace`; one sample's bytes alone are read."""
+        """Return those of the named variables that the file has, as in a `SampleTrace`; other samples are not read."""
         with opened(self.path, self.stamp) as file:
             return sample_of(file, names, self.place)
 
     def shapes(self) -> Shapes:
-        """Variable name -> shape, that of kept_code without what is no head's."""
+        """Return variable name -> shape, that of kept_code without bytes that belong to no head."""
         with opened(self.path, self.stamp) as file:
             own = (*TEXT, *ANSWER_TEXT, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in own}
@@ -106,8 +104,8 @@ class ExistingSample:
 _log = logging.getLogger(__name__)
 
 
-class _Done(AbstractSet[str]):
-    """The samples of a run that lack nothing, or failed in it."""
+class _FinishedSamples(AbstractSet[str]):
+    """The samples of a run that are complete, or failed in it."""
 
     def __init__(self, known: frozenset[str], lacking: Mapping[str, object], failed: set[str]) -> None:
         self._known, self._lacking, self._failed = known, lacking, failed
@@ -123,27 +121,27 @@ class _Done(AbstractSet[str]):
 
 
 class TraceWriter:
-    """Collects the samples of one run and writes their trace file.
+    """Writer of a run's trace file.
 
-    Samples go to a journal beside the file as they come; `finish` assembles the file under another name and renames
-    it. A killed process so loses at most the sample in flight, and never a file that was there.
+    Samples go to a journal beside the file as they come; `finish` assembles the file under another name and renames it.
+    A killed process loses at most the sample in flight, and never an existing file.
 
     Args:
-        path: the trace file to be.
-        run: its configuration. A finished trace or journal of the same run is gone on with; of the same run with
-            fewer samples or with some of its eviction configurations, extended.
+        path: the trace file.
+        run: its configuration. A finished trace or journal of the same run is resumed; one of the same run with fewer
+            samples or configurations is extended.
         sample_ids: every sample of the run, in the order of the file.
         attrs: provenance, stored as root attributes.
         overwrite: replace a trace or journal of another run. A file of another run, or one that is no whole trace,
-            stays as it is until this run's is whole and takes its place; a journal of another run, which is no trace
-            yet, is removed at once. A run that was killed before that goes on with `overwrite` alone: without it the
-            other run's file is refused as ever.
+            stays as it is until this run's is whole and replaces it; a journal of another run, which is no trace yet,
+            is removed at once. A run that was killed before that is resumed with `overwrite` alone: without it the
+            other run's file is refused.
         kept: whether the finished file has kept positions, where the samples were measured with them.
-        texts: of the samples' prompts and answers; the finished file has these and no others, whatever its samples were
-            measured with. None: samples keep what they have.
-        shards: journals of shards of this run, which its samples are taken from too; `finish` removes them.
+        texts: texts of the samples' prompts and answers; the finished file has these and no others, whatever its
+            samples were measured with. None: samples keep the texts that they have.
+        shards: journals of shards of this run, whose samples are included; `finish` removes them.
 
-    Raises TraceError where a file or journal of another run is there and `overwrite` is False.
+    Raises TraceError where a file or journal of another run exists and `overwrite` is False.
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class TraceWriter:
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
         self._journal, self._shards = Journal(journal_path(path)), tuple(shards)
-        self._journal.check_ours()
+        self._journal.check_ownership()
         if overwrite and not self._extends(self._journal.run()):
             self._journal.discard()
         clear_leftovers(path)
@@ -171,10 +169,10 @@ class TraceWriter:
         self._begun = False
         self._failed: set[str] = set()
         self._known = frozenset(self.sample_ids)
-        self._lacking = {name: configs for name in self.sample_ids if (configs := self._missing_of(name))}
+        self._lacking = {name: configs for name in self.sample_ids if (configs := self._missing_configs(name))}
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Sample -> the configurations still to be measured, in the run's order; samples that lack none are absent.
+        """Return sample -> the configurations still to be measured, in the run's order; complete samples are absent.
 
         A sample that failed in an older run is measured again, one that failed in this one is not.
         """
@@ -182,26 +180,26 @@ class TraceWriter:
         return {name: self._lacking[name] for name in self.sample_ids if name in left}
 
     def done(self) -> AbstractSet[str]:
-        """Samples that need not be measured: complete in the file and the journal, or failed in this run.
+        """Return a live view of the samples that need not be measured: complete, or failed in this run.
 
-        What is given changes as samples are appended; its length is known at once, however many there are.
+        It changes as samples are appended; its length takes constant time, however many samples there are.
         """
-        return _Done(self._known, self._lacking, self._failed)
+        return _FinishedSamples(self._known, self._lacking, self._failed)
 
     def changing_text(self) -> int:
-        """How many finished samples of the older file get a text that they lack, or lose the one that they have."""
+        """Return how many finished samples of the older file will gain or lose their text."""
         if self._old is None or self.texts is None:
             return 0
         held = [name for name in self.sample_ids if self._old.part(name) is not None]
         return sum(self._changes_text(self._old, name) for name in held)
 
     def _changes_text(self, old: ExistingTrace, name: str) -> bool:
-        """Whether what the older file holds of a sample as text, its prompt's or its answers', is not as asked."""
+        """Return whether a sample of the older file will gain or lose its prompt's or its answers' text."""
         held = [name in old.with_text, *([name in old.with_answers] if old.answered else [])]
         return any(there != bool(self.texts) for there in held)
 
     def changing_kept(self) -> tuple[int, int]:
-        """How many finished samples of the older file lose their kept positions, and how many lack them for good."""
+        """Return how many finished samples of the older file will lose kept positions, and how many cannot get any."""
         if self._old is None:
             return 0, 0
         held = [name for name in self.sample_ids if self._old.part(name) is not None]
@@ -209,17 +207,17 @@ class TraceWriter:
         return (0, len(held) - there) if self.kept else (there, 0)
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
-        """Keep one sample in the journal: measured for `configs`, by default all of the run, in this order.
+        """Store a sample in the journal, measured for `configs`, by default all of the run, in this order.
 
-        Raises TraceError for a sample or configurations that are not of this run, some of which are there already, or
-        whose number is not the sample's, and where the sample's full-cache run is not the one measured before. The
-        whole of a sample replaces its parts.
+        Raises TraceError for a sample or configurations that are not of this run, for configurations that are already
+        stored or whose number is not the sample's, and where the sample's full-cache run is not the one measured
+        before. A complete sample replaces its parts.
         """
         if sample.sample_id not in self._known:
             msg = f"expected a sample of this run, got '{sample.sample_id}'"
             raise TraceError(msg)
-        labels = self._labels_of(self.run.configs if configs is None else configs)
-        if self._begun and not self._journal.is_there():
+        labels = self._check_labels(self.run.configs if configs is None else configs)
+        if self._begun and not self._journal.exists_on_disk():
             self._forget_vanished()
         if isinstance(sample, SampleTrace):
             self._check_part(sample, labels)
@@ -232,19 +230,19 @@ class TraceWriter:
             self._failed.add(sample.sample_id)
         else:
             self._failed.discard(sample.sample_id)
-        self._note(sample.sample_id)
+        self._update_missing(sample.sample_id)
 
     def leave(self) -> None:
-        """Leave a run that cannot go on: of one that kept no sample nothing is left."""
+        """Abandon the run: remove a journal that holds no sample."""
         self._journal.discard_empty()
 
     def failures(self) -> dict[str, str]:
-        """Sample -> why it failed when it was last measured, of those that lack a configuration."""
+        """Return sample -> why it failed when it was last measured, for samples that lack a configuration."""
         reasons = {name: self._reason(name) for name in self._lacking}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def unmeasured(self) -> list[str]:
-        """Samples that lack a configuration and did not fail."""
+        """Return the samples that lack a configuration and did not fail."""
         return [name for name in self._lacking if self._reason(name) is None]
 
     def finish(self) -> Path:
@@ -273,7 +271,7 @@ class TraceWriter:
             msg = "expected every sample id once, got one of them twice"
             raise TraceError(msg)
 
-    def _labels_of(self, configs: Iterable[EvictionConfig]) -> list[str]:
+    def _check_labels(self, configs: Iterable[EvictionConfig]) -> list[str]:
         labels = [config.label() for config in configs]
         strange = [label for label in labels if label not in self._configs or labels.count(label) > 1]
         if strange:
@@ -282,25 +280,25 @@ class TraceWriter:
         return labels
 
     def _forget_vanished(self) -> None:
-        """The journal's folder was removed while the run went on: what it held is missing again."""
+        """Mark the samples of a journal as missing whose folder was removed during the run."""
         self._begun, held = False, sum(map(len, self._entries.values()))
         self._entries = {
             name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
         }
         lost = held - sum(map(len, self._entries.values()))
         self._lacking.clear()
-        self._lacking.update({name: configs for name in self.sample_ids if (configs := self._missing_of(name))})
+        self._lacking.update({name: configs for name in self.sample_ids if (configs := self._missing_configs(name))})
         _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
 
-    def _note(self, name: str) -> None:
-        """Remember what a sample lacks now."""
-        if lacking := self._missing_of(name):
+    def _update_missing(self, name: str) -> None:
+        """Update the missing configurations of a sample."""
+        if lacking := self._missing_configs(name):
             self._lacking[name] = lacking
         else:
             self._lacking.pop(name, None)
 
     def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
-        """Refuse what cannot be joined with what is there, before it is kept and others are measured."""
+        """Raise TraceError for a part that cannot be joined with those already stored."""
         length = sample.sizes()["config"]
         if length != len(labels):
             msg = f"expected {len(labels)} configurations in sample '{sample.sample_id}', got {length}"
@@ -315,18 +313,18 @@ class TraceWriter:
         check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
 
     def _journal_entries(self) -> dict[str, list[Entry]]:
-        """Sample -> what the journal holds of this run, older parts before newer ones."""
+        """Return sample -> its entries in the journals of this run, older parts before newer ones."""
         if self._journal.run() is None:
             self._journal.discard()
         found: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
-        for entry in self._held(self._journal):
+        for entry in self._run_entries(self._journal):
             found[entry.sample_id].append(entry)
-        for entry in (entry for shard in self._shards for entry in self._held(shard) if self._adds(entry)):
+        for entry in (entry for shard in self._shards for entry in self._run_entries(shard) if self._is_new(entry)):
             found[entry.sample_id].append(entry)
         return found
 
-    def _held(self, journal: Journal) -> list[Entry]:
-        """What a journal holds of this run. Raises TraceError where it is another's."""
+    def _run_entries(self, journal: Journal) -> list[Entry]:
+        """Return a journal's entries of this run. Raises TraceError where the journal is another run's."""
         run = journal.run()
         if run is None:
             return []
@@ -334,8 +332,8 @@ class TraceWriter:
         ids = set(self.sample_ids)
         return [one for one in journal.entries() if one.sample_id in ids and self._configs.keys() >= set(one.labels)]
 
-    def _adds(self, entry: Entry) -> bool:
-        """Whether the file lacks what a shard holds: it has it where a merge was killed after it."""
+    def _is_new(self, entry: Entry) -> bool:
+        """Return whether the file lacks a shard's entry, which it has where a merge was killed after writing it."""
         old = self._old.part(entry.sample_id) if self._old else None
         if entry.reason is not None and self._old:
             return old is None and self._old.failures.get(entry.sample_id) != entry.reason
@@ -345,24 +343,24 @@ class TraceWriter:
         return run is not None and not differing_fields(self.run, run)
 
     def _parts(self, name: str) -> list[ExistingSample | Entry]:
-        """What is there of a sample, each configuration once, older parts before newer ones."""
+        """Return the stored parts of a sample, each configuration once, older parts before newer ones."""
         old = self._old.part(name) if self._old else None
         entries = [entry for entry in self._entries.get(name, []) if entry.reason is None]
         return disjoint([*([old] if old else []), *entries])
 
-    def _missing_of(self, name: str) -> tuple[EvictionConfig, ...]:
+    def _missing_configs(self, name: str) -> tuple[EvictionConfig, ...]:
         held = {label for part in self._parts(name) for label in part.labels}
         return tuple(config for label, config in self._configs.items() if label not in held)
 
     def _reason(self, name: str) -> str | None:
-        """Why the sample failed when it was last measured; None where it did not."""
+        """Return why the sample failed when it was last measured; None where it did not."""
         reasons = [entry.reason for entry in self._entries.get(name, []) if entry.reason is not None]
         if not reasons and self._old and not self._entries.get(name):
             return self._old.failures.get(name)
         return reasons[-1] if reasons else None
 
     def _is_finished(self) -> bool:
-        """Whether the file holds every sample and configuration, and the journal nothing newer."""
+        """Return whether the file holds every sample and configuration, and the journal nothing newer."""
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False

@@ -1,1 +1,1 @@
-"""The trace file: read, written, checked. FORMAT.md in the folder above specifies it."""
+"""The trace file: reading, writing and checking it. FORMAT.md in the parent folder is its specification."""

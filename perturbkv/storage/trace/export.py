@@ -1,12 +1,12 @@
 """A trace as one tidy table, in CSV or Parquet: a row per sample × configuration × step × layer × head.
 
 Columns: the row's coordinates, every choice of its configuration (null where it has no such option), then every
-variable that has no other axes, repeated along the axes that it lacks. Parquet carries each column's unit and meaning
-in its field's metadata, and the trace's provenance in the file's. In CSV an apostrophe stands before a text that a
-spreadsheet would compute. Failed samples, and steps past the end of a sample's text, have no rows. The prompts' own
-tokens and texts are a table of their own: a row per sample × token.
+variable that has no other axes, repeated along the axes that it lacks. Parquet stores each column's unit and meaning in
+its field's metadata, and the trace's provenance in the file's. In CSV an apostrophe precedes a text that a spreadsheet
+would evaluate. Failed samples, and steps past the end of a sample's text, have no rows. The prompts' own tokens and
+texts are a table of their own: a row per sample × token.
 
-A trace as other libraries' objects: an xarray dataset, a pandas table.
+The same table is available as a pandas table, and the trace as an xarray dataset.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_
 
 
 def columns(trace: Trace) -> dict[str, Variable]:
-    """The variables that become columns: those of the trace whose axes are the table's; offsets and texts do not."""
+    """Return the variables that become columns: those whose axes are the table's, without codes and texts."""
     return {
         name: variable
         for name, variable in VARIABLES.items()
@@ -48,7 +48,7 @@ def columns(trace: Trace) -> dict[str, Variable]:
 
 
 def schema(trace: Trace) -> pa.Schema:
-    """Types, units and provenance of the table."""
+    """Return the types, units and provenance of the table."""
     fields = [pa.field("sample", pa.string()), pa.field("config", pa.string())]
     fields += [pa.field(name, kind) for name, (kind, _) in _choices(trace.run.configs).items()]
     fields += [pa.field(axis, pa.int32()) for axis in AXES[1:]]
@@ -60,7 +60,7 @@ def schema(trace: Trace) -> pa.Schema:
 
 
 def rows(trace: Trace, place: int) -> pa.RecordBatch:
-    """All rows of one sample, `place` counting along the trace's `sample` axis."""
+    """Return all rows of the sample at index `place` of the trace's `sample` axis."""
     shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
     every = np.indices(shape).reshape(len(shape), -1)
     held = trace.measured[place][every[AXES.index("step")]]
@@ -75,18 +75,19 @@ def rows(trace: Trace, place: int) -> pa.RecordBatch:
     layers = [trace.layer_name(place) for place in range(shape[AXES.index("layer")])]
     found["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
     for name, variable in columns(trace).items():
-        found[name] = _spread(trace.arrays[name][place], variable.dims, shape)[held]
+        found[name] = _broadcast(trace.arrays[name][place], variable.dims, shape)[held]
     return pa.RecordBatch.from_pydict(found, schema=schema(trace))
 
 
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
-    """Write the table, its format chosen by the path's suffix, one sample in memory at a time; returns the rows.
+    """Write the table, one sample in memory at a time; return the number of rows.
 
-    A file appears whole or not at all; `finished` is called after each sample. Raises ConfigError for another suffix.
+    The path's suffix chooses the format. The file appears whole or not at all; `finished` is called after each sample.
+    Raises ConfigError for another suffix.
     """
     check_suffix(path)
     written = 0
-    with written_whole(path) as beside, _opened(path)(beside, schema(trace)) as writer:
+    with written_whole(path) as beside, _writer_class(path)(beside, schema(trace)) as writer:
         for place in np.flatnonzero(trace.ok):
             batch = rows(trace, int(place))
             writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
@@ -96,33 +97,37 @@ def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None)
 
 
 def guarded(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows as a spreadsheet may open them: an apostrophe before each text that it would compute.
+    """Return the rows with an apostrophe before each text that a spreadsheet would evaluate.
 
-    That is what begins with = + - @, a tab or a carriage return, goes on, and is no number.
+    A spreadsheet evaluates a text that begins with = + - @, a tab or a carriage return, has more characters, and is no
+    number.
     """
-    columns = [_guarded(column) if pa.types.is_string(column.type) else column for column in batch.columns]
+    columns = [_escape_formulas(column) if pa.types.is_string(column.type) else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-def _guarded(texts: pa.StringArray) -> pa.StringArray:
+def _escape_formulas(texts: pa.StringArray) -> pa.StringArray:
     obeyed = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
     return pc.if_else(obeyed, pc.binary_join_element_wise("'", texts, ""), texts)
 
 
-def _opened(path: Path) -> Any:
+def _writer_class(path: Path) -> Any:
     return pa.csv.CSVWriter if path.suffix == ".csv" else pa.parquet.ParquetWriter
 
 
 def tokens_path(path: Path) -> Path:
-    """Where the table of the tokens goes, beside the table at `path`."""
+    """Return the path of the table of tokens, beside the table at `path`."""
     return path.with_name(f"{path.stem}.tokens{path.suffix}")
 
 
 def write_tokens(trace: Trace, path: Path) -> int:
-    """Write the prompts' tokens, one row each, as `write` does; returns the rows. The trace has to hold their text."""
+    """Write the prompts' tokens, one row each, as `write` does; return the number of rows.
+
+    The trace must hold their text.
+    """
     check_suffix(path)
     written = 0
-    with written_whole(path) as beside, _opened(path)(beside, _TOKENS) as writer:
+    with written_whole(path) as beside, _writer_class(path)(beside, _TOKENS) as writer:
         for name in trace.sample_ids:
             batch = _token_rows(trace.sample(name))
             writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
@@ -131,7 +136,7 @@ def write_tokens(trace: Trace, path: Path) -> int:
 
 
 def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
-    """The tokens of one sample; none of one that failed or was stored without them."""
+    """Return a row per token of one sample; none where it failed or was stored without text."""
     pieces = [] if isinstance(sample, FailedSample) else pieces_of(sample)
     if isinstance(sample, FailedSample) or not pieces:
         return pa.RecordBatch.from_pylist([], schema=_TOKENS)
@@ -149,15 +154,16 @@ def check_suffix(path: Path) -> None:
 
 
 def check_other(trace: Path, path: Path) -> None:
-    """Raise ConfigError where what is made would replace the trace that it is made from."""
+    """Raise ConfigError where the output would replace the trace that it is made from."""
     if real(trace) == real(path):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise ConfigError(msg)
 
 
 def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
-    """Column -> type and every configuration's value. A budget is text, and so is what is protected of it: 128 are
-    entries, 0.05 a fraction.
+    """Return column -> type and every configuration's value.
+
+    A budget and a protected length are text: 128 are entries, 0.05 a fraction.
     """
     flat = [config.flat() for config in configs]
     names = dict.fromkeys(name for one in flat for name in one)
@@ -172,14 +178,14 @@ def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, 
     return found
 
 
-def _spread(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A variable's values for every row, repeated along the axes that it lacks."""
+def _broadcast(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return a variable's value for every row, repeated along the axes that it lacks."""
     aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
     return np.broadcast_to(aligned, shape).reshape(-1)
 
 
 def to_dataset(trace: Trace) -> Any:
-    """An `xarray.Dataset` of every variable, named and with units as in a trace file."""
+    """Return an `xarray.Dataset` of every variable, named and with units as in a trace file."""
     import xarray as xr
 
     coordinates: dict[str, Any] = {"sample": list(trace.sample_ids), "config": trace.run.labels()}
@@ -201,6 +207,6 @@ def to_dataset(trace: Trace) -> Any:
 
 
 def to_table(trace: Trace) -> Any:
-    """A `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `export` writes it."""
+    """Return a `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `write` stores it."""
     batches = [rows(trace, int(place)) for place in np.flatnonzero(trace.ok)]
     return pa.Table.from_batches(batches, schema=schema(trace)).to_pandas()

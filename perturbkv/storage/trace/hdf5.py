@@ -1,12 +1,11 @@
-"""An HDF5 file from outside: its failures are ours in one line, and nothing is read that does not lie in it.
+"""Reading an HDF5 file of unknown origin: each defect raises one TraceError, and nothing outside the file is read.
 
-A link to elsewhere, storage in another file and filters of other makers are refused before anything is read through
-them, and so is a shape whose numbers the file cannot hold. What a trace has to be is said in `validation`.
+External links, storage in another file and foreign filters are refused before anything is read through them, and so is
+a shape whose numbers the file cannot hold. `validation` checks what a trace has to be.
 
-The heaps in which HDF5 keeps texts and lists, walked before HDF5 does: one that leads nowhere it reads for ever.
-
-They alone carry no sum in any version of HDF5. The layout is that of "Disk Format: Level 1E - Global Heap" in the HDF5
-file format specification: a header, then objects, each with its index and size; index 0 is what is left free.
+The global heaps, in which HDF5 stores texts and lists, are checked before HDF5 reads them, as it reads a damaged one
+for ever, and no version of HDF5 stores a checksum for them. The layout is that of "Disk Format: Level 1E - Global Heap"
+in the HDF5 file format specification: a header, then objects, each with its index and size; index 0 is free space.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, STORED
 
 _FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
-"""What h5py raises on a file that is not in order."""
+"""Exceptions that h5py raises on a defective file."""
 _OPEN = "already open for write"
-"""What HDF5 says of a file that was not closed after it had been open for writing; nothing of it need be damaged."""
+"""HDF5's message for a file that was not closed after it had been open for writing; it need not be damaged."""
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 _HERE = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
 _UNSTORED = 16 * 2**20
-"""Bytes of a variable, or of a chunk of it, that nothing in the file need stand for."""
+"""Bytes of a variable, or of a chunk of it, that may exceed what the file stores (fill values)."""
 _DEFLATED = 1032
-"""Bytes that a deflated one holds at most (zlib: 258 in two bits)."""
+"""Largest ratio of deflate compression (zlib: 258 bytes in two bits)."""
 
 
 @contextmanager
-def opened_file(path: Path) -> Iterator[StoredFile]:
-    """The file, open for reading. Raises TraceError where HDF5 cannot open it."""
+def open_file(path: Path) -> Iterator[StoredFile]:
+    """Open a file for reading. Raises TraceError where HDF5 cannot open it."""
     try:
         file = h5py.File(path, "r")
     except _FAILURES as error:
@@ -54,7 +53,7 @@ def opened_file(path: Path) -> Iterator[StoredFile]:
 
 
 class StoredFile:
-    """A file that is open for reading; every method raises TraceError for what is not in order."""
+    """A file that is open for reading; every method raises TraceError for a defect."""
 
     def __init__(self, file: h5py.File, path: Path) -> None:
         self.path, self._file = path, file
@@ -62,15 +61,15 @@ class StoredFile:
         self._texts: dict[tuple[str, str], str] = {}
 
     def __contains__(self, name: str) -> bool:
-        with self._reading(name):
+        with self._translate_errors(name):
             return name in self._file
 
     def names(self) -> list[str]:
-        """Everything that lies in the file, refused where anything leads elsewhere.
+        """Return the names of all items in the file. Raises TraceError where a link leads elsewhere.
 
-        A second name that somebody gave to what lies in it is passed over, where it is none of the format's own.
+        An alias, a soft link to an item of the file, is left out where its name is not one of the format's own.
         """
-        with self._reading("its variables"):
+        with self._translate_errors("its variables"):
             links = {name: self._file.get(name, getlink=True) for name in self._file}
         for name, link in links.items():
             second = isinstance(link, h5py.SoftLink) and name not in (*AXES, *STORED)
@@ -79,20 +78,20 @@ class StoredFile:
         return [name for name, link in links.items() if isinstance(link, h5py.HardLink)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a variable or an axis."""
+        """Return the shape of a variable or an axis."""
         return tuple(self._dataset(name).shape)
 
-    def is_of(self, name: str, dtype: str) -> bool:
-        """Whether a variable holds numbers of just this type, little-endian, or texts of any length where it is str."""
-        with self._reading(f"the type of {name}"):
+    def has_dtype(self, name: str, dtype: str) -> bool:
+        """Return whether a variable has exactly this type, little-endian; for str, texts of any length."""
+        with self._translate_errors(f"the type of {name}"):
             kind = self._dataset(name).id.get_type()
             if dtype == "str":
                 return isinstance(kind, h5py.h5t.TypeStringID) and bool(kind.is_variable_str())
             return bool(kind.equal(_little_endian(dtype)))
 
-    def stranger(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
-        """Axes, shape, type, unit, meaning and bytes of a variable that this reader does not know; None for no such."""
-        with self._reading(f"the variable {name}"):
+    def unknown_variable(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
+        """Return axes, shape, type, unit, meaning and bytes of a variable unknown to this reader, else None."""
+        with self._translate_errors(f"the variable {name}"):
             item = self._file[name]
             scales = _scales(self._file, item) if isinstance(item, h5py.Dataset) else []
             if not scales or None in scales or "CLASS" in item.attrs:
@@ -104,8 +103,8 @@ class StoredFile:
             return axes, item.shape, str(item.dtype), str(said[0]), str(said[1]), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
-        """Which of the `known` axes are attached to a variable, in order; 'none' and 'another' for what is not."""
-        with self._reading(f"the axes of {name}"):
+        """Return which of the `known` axes is attached to each dimension of a variable, else 'none' or 'another'."""
+        with self._translate_errors(f"the axes of {name}"):
             scales = _scales(self._file, self._dataset(name))
         held = {axis: self._dataset(axis) for axis in known}
         return tuple(
@@ -114,20 +113,20 @@ class StoredFile:
         )
 
     def attributes(self) -> Mapping[str, str | int | float]:
-        """Texts and single numbers that stand under the file itself; what is neither is passed over."""
+        """Return the file's attributes that are texts or single numbers; others are left out."""
         return self._attributes
 
     @cached_property
     def _attributes(self) -> dict[str, str | int | float]:
-        with self._reading("its attributes"):
+        with self._translate_errors("its attributes"):
             found = {key: _plain(self._file.attrs, key) for key in self._file.attrs}
         return {key: value for key, value in found.items() if value is not None}
 
     def text(self, name: str, key: str) -> str:
-        """An attribute of a variable that is a text."""
+        """Return a variable's attribute that is a text."""
         if (name, key) in self._texts:
             return self._texts[name, key]
-        with self._reading(f"the text '{key}' of {name}"):
+        with self._translate_errors(f"the text '{key}' of {name}"):
             attrs = self._dataset(name).attrs
             value = _plain(attrs, key) if key in attrs else None
         if not isinstance(value, str):
@@ -136,15 +135,18 @@ class StoredFile:
         return value
 
     def sums(self, name: str) -> NDArray[np.uint32] | None:
-        """The sums of a variable's numbers; None where there are none."""
-        with self._reading(f"the sums of {name}"):
+        """Return the checksums of a variable's numbers; None where there are none."""
+        with self._translate_errors(f"the sums of {name}"):
             attrs = self._dataset(name).attrs
             return np.atleast_1d(np.asarray(attrs[layout.CHECKSUM], np.uint32)) if layout.CHECKSUM in attrs else None
 
     def read(self, name: str, where: Any = ()) -> NDArray[Any]:
-        """A variable's numbers, or texts, at a place, by default all of them: those that were written."""
+        """Return a variable's numbers or texts at an index, by default all of them.
+
+        Raises TraceError for a wrong checksum.
+        """
         held = self._dataset(name)
-        with self._reading(f"the numbers of {name}"):
+        with self._translate_errors(f"the numbers of {name}"):
             numbers = np.asarray((held.asstr() if held.dtype.kind == "O" else held)[where])
         if not layout.checksums_agree(self.sums(name), numbers, where, name):
             self.refuse(f"the numbers of {name} as they were written", "others")
@@ -164,28 +166,28 @@ class StoredFile:
         raise TraceError(msg)
 
     @contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        """TraceError for whatever HDF5 says inside the block, where nothing but HDF5 is asked."""
+    def _translate_errors(self, what: str) -> Iterator[None]:
+        """Raise TraceError for any failure of HDF5 inside the block, which may call nothing but HDF5."""
         try:
             yield
         except _FAILURES:
             self.refuse(what, "what HDF5 cannot read")
 
     def _dataset(self, name: str) -> Any:
-        """A variable or an axis whose numbers lie in this file."""
+        """Return a variable or an axis whose numbers are stored in this file."""
         if name not in self._held:
-            with self._reading(f"the variable {name}"):
+            with self._translate_errors(f"the variable {name}"):
                 item = self._file[name]
                 if not isinstance(item, h5py.Dataset) or item.shape is None:
                     self.refuse(f"the variable {name}", "something else of this name")
-                self._check_place(name, item)
+                self._check_storage(name, item)
                 if name not in ROWS:  # those axes only count, and hold nothing
                     self._check_size(name, item)
             self._held[name] = item
         return self._held[name]
 
-    def _check_place(self, name: str, item: h5py.Dataset) -> None:
-        """Refuse numbers in other files, of other datasets, or that code of others has to unpack."""
+    def _check_storage(self, name: str, item: h5py.Dataset) -> None:
+        """Raise TraceError for numbers in other files or datasets, and for filters that are not HDF5's own."""
         plan = item.id.get_create_plist()
         filters = {plan.get_filter(place)[0] for place in range(plan.get_nfilters())}
         if plan.get_layout() not in _HERE or plan.get_external_count():
@@ -194,7 +196,7 @@ class StoredFile:
             self.refuse(f"{name} under deflate, shuffle and Fletcher32 alone", f"the filters {sorted(filters)}")
 
     def _check_size(self, name: str, item: h5py.Dataset) -> None:
-        """Refuse a shape whose numbers the file cannot hold, before memory is asked for them."""
+        """Raise TraceError for a shape whose numbers the file cannot hold, before memory is allocated for them."""
         stored, samples = item.id.get_storage_size(), item.shape[0] if item.shape else 1
         if item.nbytes > max(_UNSTORED, stored * _DEFLATED * max(samples, 1)):
             self.refuse(f"the numbers of {name}", f"the shape {item.shape} and {stored} bytes of them")
@@ -205,14 +207,15 @@ class StoredFile:
 
 @cache
 def _little_endian(dtype: str) -> Any:
-    """HDF5's own type of such numbers."""
+    """Return HDF5's little-endian type of a NumPy type."""
     return h5py.h5t.py_create(np.dtype(dtype).newbyteorder("<"))
 
 
 def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
-    """What is attached to each dimension of a variable; None where nothing is.
+    """Return the dimension scale of each dimension of a variable; None where it has none.
 
-    As the format of dimension scales has them: HDF5's own reader of it crashes on attributes of another type.
+    The attribute is read as the specification of dimension scales lays it out: HDF5's own reader crashes on attributes
+    of another type.
     """
     key = "DIMENSION_LIST"
     kind = h5py.check_vlen_dtype(item.attrs.get_id(key).dtype) if key in item.attrs else None
@@ -222,7 +225,7 @@ def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
 
 
 def _plain(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:
-    """An attribute that is a text or a single number; None for any other."""
+    """Return an attribute that is a text or a single number; None for any other."""
     held = attrs.get_id(key)
     kind = held.dtype
     if held.shape != () or not (kind.kind in "iuf" or h5py.check_string_dtype(kind)):
@@ -238,11 +241,11 @@ def _plain(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:
 _HEADER = b"GCOL\x01\0\0\0"
 _BLOCK = 2**26
 _OBJECT = struct.Struct("<HH4xQ")
-"""Index, references, size; objects begin at multiples of 8 behind the header and their heap's size."""
+"""Index, references, size; objects begin at multiples of 8 after the header and their heap's size."""
 
 
 def check_heaps(path: Path) -> None:
-    """Raise TraceError where the objects of a heap do not fill it one behind the other.
+    """Raise TraceError where the objects of a heap do not fill it without gaps.
 
     A file is read through once, and again when it has changed.
     """
@@ -252,9 +255,9 @@ def check_heaps(path: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _check(path: Path, stamp: tuple[int, ...]) -> None:
-    """`stamp` tells the file as it is from the file as it was, and is remembered with it."""
+    """Check the heaps once per `stamp`, which identifies the version of the file."""
     with path.open("rb") as stream:
-        for place in list(_places(stream)):
+        for place in list(_heap_offsets(stream)):
             if not _is_filled(stream, place):
                 msg = (
                     f"expected texts and lists that HDF5 can read in {path}, got a damaged heap at byte {place}; the "
@@ -263,8 +266,8 @@ def _check(path: Path, stamp: tuple[int, ...]) -> None:
                 raise TraceError(msg)
 
 
-def _places(stream: BinaryIO) -> Iterator[int]:
-    """Where heaps begin."""
+def _heap_offsets(stream: BinaryIO) -> Iterator[int]:
+    """Return the offsets of all heaps."""
     begin, kept = 0, b""
     while block := stream.read(_BLOCK):
         block = kept + block

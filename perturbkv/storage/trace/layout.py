@@ -1,10 +1,9 @@
-"""What a trace file holds: its format, its axes, its variables, and the least room that they take.
+"""The layout of a trace file: format, axes, variables, least size and checksums.
 
-CRC-32 of what a trace file holds, sample by sample: numbers that were changed by whatever means are found.
-
-HDF5's own sums tell whether a chunk is the one that was written, not whether it lies where it was, and of texts they
-sum the address alone. Every variable along `sample` has a sum for each sample, every other one a single sum, over its
-numbers as they lie in the file: little-endian, the last axis fastest; texts in UTF-8, each with a NUL behind it.
+Checksums are CRC-32. HDF5's own checksums show whether a chunk is the one that was written, but not whether it is where
+it was, and cover only the addresses of texts. So every variable along `sample` has a sum for each sample, every other
+one a single sum, over its numbers as they are in the file: little-endian, the last axis fastest; texts in UTF-8, each
+followed by a NUL.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ AXES = {
     "prompt_entry": "place in prompt_token",
     "lost_entry": "place among the evicted entries that add most",
 }
-"""Axis of a file -> what its coordinate is."""
+"""Axis of a file -> the meaning of its coordinate."""
 FLAGS = {
     "failure": Variable((), "1", "why the sample failed; empty where it is complete", "str"),
     "complete": Variable((), "1", "1 where every number of the sample is there", "uint8"),
 }
-"""Variables that a file has beside those of a trace: the state of each sample."""
+"""Variables of a file beyond those of a trace: the state of each sample."""
 STORED = {**VARIABLES, **FLAGS}
 
 
 def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
-    """Bytes that a trace's file takes at least: those of the prompts' tokens, which are stored uncompressed."""
+    """Return a lower bound of a trace file's size in bytes: its prompts' tokens, which are stored uncompressed."""
     rows = [
         variable for name, variable in VARIABLES.items() if name in names and variable.in_rows and name != "kept_code"
     ]
@@ -53,20 +52,20 @@ def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
 
 
 CHECKSUM = "crc32"
-"""The attribute of a variable that has its sums, and that of the file that has the texts'."""
+"""The attribute with the checksums: of a variable for its numbers, of the file for all texts."""
 
 
 def checksum_of(block: NDArray[Any], before: int = 0) -> int:
-    """The sum of numbers or texts; of those `before`, where these follow them."""
+    """Return the CRC-32 of numbers or texts, continuing from `before`."""
     if block.dtype.kind in "OU":
         return zlib.crc32("".join(f"{text}\0" for text in block.flat).encode(), before)
     return zlib.crc32(np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<")).data, before)
 
 
 def checksums_agree(sums: NDArray[np.uint32] | None, numbers: NDArray[Any], where: Any, name: str) -> bool:
-    """Whether numbers that were read at `where` of a variable have its sums.
+    """Return whether numbers that were read at index `where` of a variable have its checksums.
 
-    True where there are no sums, and where a part was read of what has but one.
+    True where there are no checksums, and for a part of a variable that has a single one.
     """
     if sums is None:
         return True
@@ -80,32 +79,32 @@ def checksums_agree(sums: NDArray[np.uint32] | None, numbers: NDArray[Any], wher
     return not isinstance(where, int) or (where < len(sums) and checksum_of(numbers) == sums[where])
 
 
-def checksum_words(units: str, long_name: str) -> str:
-    """What a variable says of itself, as one text to be summed."""
+def checksum_text(units: str, long_name: str) -> str:
+    """Return a variable's unit and meaning as one text for the checksum."""
     return f"{units}\0{long_name}"
 
 
 def checksum_document(attributes: Mapping[str, str], texts: Mapping[str, str]) -> str:
-    """Sums of the file's own attributes, and of what each variable says of itself, as JSON."""
-    return json.dumps({"attributes": _of_texts(attributes), "variables": _of_texts(texts)}, sort_keys=True)
+    """Return the checksums of the file's attributes and of each variable's unit and meaning, as JSON."""
+    return json.dumps({"attributes": _text_checksums(attributes), "variables": _text_checksums(texts)}, sort_keys=True)
 
 
 def differing_checksums(held: str, attributes: Mapping[str, str], texts: Mapping[str, str]) -> str | None:
-    """The first attribute or variable that `document` summed otherwise, or that is gone; None where none is.
+    """Return the first attribute or variable whose text differs from the checksums in `held`, or is missing; else None.
 
-    What was not summed is passed over. Raises ValueError where `held` is no such document.
+    Texts without a checksum are ignored. Raises ValueError where `held` is no such document.
     """
     told = json.loads(held)
     if not isinstance(told, dict) or told.keys() != {"attributes", "variables"}:
         msg = "no sums"
         raise ValueError(msg)
     for kind, found in (("attributes", attributes), ("variables", texts)):
-        sums = _of_texts(found)
+        sums = _text_checksums(found)
         for name, expected in told[kind].items():
             if sums.get(name) != expected:
                 return str(name)
     return None
 
 
-def _of_texts(texts: Mapping[str, str]) -> dict[str, int]:
+def _text_checksums(texts: Mapping[str, str]) -> dict[str, int]:
     return {name: zlib.crc32(text.encode()) for name, text in texts.items()}

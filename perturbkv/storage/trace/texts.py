@@ -1,11 +1,8 @@
-"""The text of a run's prompts and answers: put into its samples, or taken out of them, when they come together.
+"""Optional contents of samples: adding or removing the text of prompts and answers, and removing kept positions.
 
-Text is no number: no other variable depends on it, so that samples which were measured without it can have it later,
-and the other way round. That of answers is decoded from the tokens that a sample holds.
-
-Kept positions taken out of a sample: what is left of them tells equal sets apart from others, and no more.
-
-Positions are measured, so that what was stored without them gets none later.
+No other variable depends on text, so that samples measured without it can get it later, and the other way round. The
+text of answers is decoded from the tokens that a sample stores. Kept positions are measured: removing them leaves
+digests, which show which sets are equal, and samples stored without them get none later.
 """
 
 from __future__ import annotations
@@ -25,16 +22,16 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 _GENERATED = ("generated_full", "generated")
 _NUL, _SHOWN_NUL = "\0", "\u2400"
-"""U+0000, which no string of HDF5 holds, and the sign that stands for it."""
+"""U+0000, which no string of HDF5 holds, and the character that replaces it."""
 
 
 @dataclass(frozen=True)
 class SampleText:
-    """What a sample is told to hold as text.
+    """The text that a sample is to store.
 
     Attributes:
         prompt: the variables `TEXT`.
-        decode: an answer's tokens as it is graded.
+        decode: decodes an answer's tokens to the text that is graded.
         expected: accepted answers.
     """
 
@@ -43,7 +40,7 @@ class SampleText:
     expected: Sequence[str] = ()
 
     def answers(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
-        """The variables `ANSWER_TEXT` of a sample of these arrays; none where nothing was generated."""
+        """Return the variables `ANSWER_TEXT` of a sample with these arrays; none where nothing was generated."""
         if not arrays.keys() >= set(_GENERATED):
             return {}
         said: dict[tuple[int, ...], str] = {}  # most caches say what others said
@@ -58,18 +55,18 @@ class SampleText:
 
 
 Texts = Mapping[str, SampleText]
-"""Sample id -> its text. An empty one takes the text out of every sample."""
+"""Sample id -> its text. An empty mapping removes the text of every sample."""
 
 
 def storable(text: str) -> str:
-    """A text as a file can hold it: a sign for U+0000; half characters as JSON escapes them, which it reads back."""
+    """Return a text as HDF5 can store it: U+0000 is replaced; lone surrogates are escaped as in JSON."""
     return text.replace(_NUL, _SHOWN_NUL).encode(errors="backslashreplace").decode()
 
 
 def pieces_of(sample: SampleTrace) -> list[str]:
-    """The text of each token of the sample's prompt; none where it is stored without.
+    """Return the text of each token of the sample's prompt; none where it is stored without text.
 
-    Raises TraceError where the tokens do not begin within the text, one after the other.
+    Raises TraceError where the tokens' starts do not ascend within the text.
     """
     if not set(TEXT) <= set(sample.arrays):
         return []
@@ -85,7 +82,7 @@ def pieces_of(sample: SampleTrace) -> list[str]:
 
 
 def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> SampleTrace | FailedSample:
-    """The sample with the text that `texts` has of it and no other; as it is where `texts` is None."""
+    """Return the sample with exactly the text that `texts` has for it; unchanged where `texts` is None."""
     if texts is None or isinstance(sample, FailedSample):
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -94,7 +91,7 @@ def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> Sample
 
 
 def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
-    """Variable name -> shape of what `with_text` makes of a sample of these shapes."""
+    """Return variable name -> shape after `with_text`, for a sample of these shapes."""
     if texts is None:
         return shapes
     others = {name: shape for name, shape in shapes.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -109,7 +106,7 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
 
 
 def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSample:
-    """The sample with digests for its kept positions; as it is where it has none."""
+    """Return the sample with digests instead of its kept positions; unchanged where it has none."""
     if isinstance(sample, FailedSample) or KEPT[0] not in sample.arrays:
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in KEPT}
@@ -117,6 +114,6 @@ def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSamp
 
 
 def without_kept_shapes(shapes: Shapes) -> Shapes:
-    """Variable name -> shape of what `without_kept` makes of a sample of these shapes."""
+    """Return variable name -> shape after `without_kept`, for a sample of these shapes."""
     others = {name: shape for name, shape in shapes.items() if name not in KEPT}
     return {**others, DIGEST: shapes["kept_count"]} if KEPT[0] in shapes else shapes

@@ -1,8 +1,6 @@
-"""A trace file as a `Trace`, or as a description of it. FORMAT.md beside this file specifies what is read here.
+"""Reading a trace file as a `Trace`, as a description, or one sample at a time.
 
-One sample's part of a trace file, its kept positions checked.
-
-Arrays of which some are read only when they are asked for.
+FORMAT.md in the parent folder specifies what is read here. Large arrays are read when they are first used.
 """
 
 from __future__ import annotations
@@ -25,37 +23,37 @@ from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED, ROWS, TEXT, VARIABLES
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import beside
 from perturbkv.storage.trace import layout
-from perturbkv.storage.trace.hdf5 import StoredFile, check_heaps, opened_file
+from perturbkv.storage.trace.hdf5 import StoredFile, check_heaps, open_file
 from perturbkv.storage.trace.layout import AXES, STORED
 from perturbkv.storage.trace.validation import (
     axes_of,
     check_codes,
     check_configs,
+    check_coordinate,
     check_expected,
-    check_measured,
     check_numbers,
-    check_places,
-    check_rows,
+    check_ranges,
     check_run,
     check_samples,
     check_shapes,
     check_states,
+    check_step_counts,
     check_structure,
     check_text,
     check_version,
     run_of,
     variables_of,
 )
-from perturbkv.trace import Trace, part_of
+from perturbkv.trace import Trace, sample_arrays
 from perturbkv.user_files import FileKind
 
 
 def sample_of(file: StoredFile, names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
-    """Those of the named variables that a complete sample has, as in a `SampleTrace`; its bytes alone are read.
+    """Return those of the named variables that a complete sample has, as in a `SampleTrace`, reading its bytes alone.
 
-    Raises TraceError where its kept positions are none.
+    Raises TraceError where its codes are no kept positions.
     """
-    held = part_of(file.read, [name for name in names if name in file], place)
+    held = sample_arrays(file.read, [name for name in names if name in file], place)
     if KEPT[2] in held:
         told = {name: file.read(name, place)[np.newaxis] for name in ("kept_count", "prompt_tokens")}
         told |= {name: held[name][np.newaxis] for name in KEPT[:2] if name in held}
@@ -64,7 +62,7 @@ def sample_of(file: StoredFile, names: Iterable[str], place: int) -> dict[str, N
 
 
 class LazyArrays(Mapping[str, NDArray[np.generic]]):
-    """Name -> array: `held` at once, `later` through `read`, which is called once per name."""
+    """Arrays by name: `held` are in memory, `later` are read by `read` when first used, once each."""
 
     def __init__(
         self, held: Mapping[str, NDArray[Any]], later: Sequence[str], read: Callable[[str], NDArray[Any]]
@@ -85,23 +83,24 @@ class LazyArrays(Mapping[str, NDArray[np.generic]]):
 
 _FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
 _OWN = ("run", "_NCProperties", layout.CHECKSUM)
-"""Root attributes that tell nothing of where the numbers come from."""
+"""Root attributes that are no provenance."""
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A finished trace. Raises TraceError for anything that is not one, and where its labels are not its run's.
+    """Return a finished trace. Raises TraceError for any other file, and where its labels are not its run's.
 
-    Kept positions, text and saved outputs, which may be larger than memory should hold, are read when asked for;
-    everything else at once. Variables that the file lacks are absent here too: `Trace.get` tells who needs them.
+    Kept positions, text and saved outputs, which may be larger than memory should hold, are read when first used;
+    everything else at once. Variables that the file lacks are absent: `Trace.get` raises an error that names the
+    command that measures them.
     """
     path = Path(path)
     with opened(path) as file:
         run = _checked_run(file)
-        ids, failures = _samples_of(file)
+        ids, failures = _samples(file)
         names = [name for name in VARIABLES if name in file]
         later = [name for name in names if _is_large(name)]
         arrays = {name: file.read(name) for name in names if name not in later}
-        attrs = _provenance_of(file)
+        attrs = _provenance(file)
     digest = _digest(path)
     trace = Trace(run, ids, LazyArrays(arrays, later, _read_later(path)), failures, attrs, str(path), digest)
     check_numbers(path, arrays, trace.measured)
@@ -113,7 +112,7 @@ def _is_large(name: str) -> bool:
 
 
 def _read_later(path: Path) -> Callable[[str], Any]:
-    """Reads one variable of the file as it is now; TraceError once it was written again."""
+    """Return a function that reads one variable; it raises TraceError once the file was written again."""
     stamp = path.stat().st_mtime_ns
 
     def read(name: str) -> Any:
@@ -124,7 +123,10 @@ def _read_later(path: Path) -> Callable[[str], Any]:
 
 
 def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
-    """What was read of a variable. Raises TraceError where it leads out of a prompt or its text, or is no list."""
+    """Return a variable's contents.
+
+    Raises TraceError for offsets outside a prompt or its text, and for invalid lists.
+    """
     if name == "kept_code":
         told = {one: file.read(one) for one in (*KEPT[:2], "kept_count", "prompt_tokens")}
         check_codes(file.path, told, file.read("complete") != 0, found)
@@ -138,7 +140,7 @@ def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
 
 @dataclass(frozen=True)
 class StoredVariable:
-    """A variable as it lies in the file."""
+    """A variable's description in the file."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -150,9 +152,9 @@ class StoredVariable:
 
 @dataclass(frozen=True)
 class Description:
-    """What a trace file holds; of its numbers the bytes of its evicted caches alone, all samples' together.
+    """The contents of a trace file without its numbers, but for the bytes of its evicted caches, summed over samples.
 
-    `with_text` names the samples whose prompt's text is stored, `with_kept` those whose kept positions are,
+    `with_text` has the samples whose prompt's text is stored, `with_kept` those whose kept positions are,
     `with_answers` those whose answers' text is.
     """
 
@@ -168,30 +170,30 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """A trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
+    """Return a trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
     path = Path(path)
     with opened(path) as file:
         run = _checked_run(file)
-        ids, failures = _samples_of(file)
+        ids, failures = _samples(file)
         names = dict.fromkeys([*variables_of(file.names()), *file.names()])
         found = {name: _stored(file, name) for name in names if name not in AXES}
         variables = {name: one for name, one in found.items() if one is not None}
         caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
-        stored = _with_text(file, ids), _with_kept(file, ids), _with_answers(file, ids)
-        return Description(run, ids, failures, _provenance_of(file), variables, caches, *stored)
+        stored = _samples_with_text(file, ids), _samples_with_kept(file, ids), _samples_with_answers(file, ids)
+        return Description(run, ids, failures, _provenance(file), variables, caches, *stored)
 
 
-def _with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+def _samples_with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
     counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
     return tuple(name for name, count in zip(ids, counts, strict=True) if count)
 
 
-def _with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+def _samples_with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
     told = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
     return tuple(name for name, expected in zip(ids, told.tolist(), strict=True) if expected)
 
 
-def _with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
     if not all(name in file for name in KEPT):
         return ()
     counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
@@ -200,9 +202,9 @@ def _with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def _stored(file: StoredFile, name: str) -> StoredVariable | None:
-    """A variable, one of a later writer too; None for what is none."""
+    """Return a variable's description, also of an unknown one; None for an item that is no variable."""
     if name not in STORED:
-        held = file.stranger(name)
+        held = file.unknown_variable(name)
         return held and StoredVariable(*held)
     variable, shape = STORED[name], file.shape(name)
     if variable.dtype == "str":  # of a text HDF5 counts its address alone
@@ -213,13 +215,16 @@ def _stored(file: StoredFile, name: str) -> StoredVariable | None:
 
 
 def read_run(path: Path) -> RunConfig:
-    """The run of a trace file, its numbers unread. Raises TraceError as `read_trace` does."""
+    """Return the run of a trace file, its numbers unread. Raises TraceError as `read_trace` does."""
     with opened(path) as file:
-        return _run_of(file)
+        return _run(file)
 
 
 def describe_whole(path: Path) -> Description:
-    """As `describe`; TraceError where a variable is missing that a trace MUST hold: it cannot be extended."""
+    """Return the description of a whole trace, which can be extended.
+
+    Raises TraceError as `describe` does, and where a variable is missing that a trace MUST hold.
+    """
     held = describe(path)
     missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in held.variables]
     if missing:
@@ -231,11 +236,14 @@ def describe_whole(path: Path) -> Description:
 
 @contextmanager
 def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
-    """The file, open for reading; TraceError for its damages, and where it was written after `stamp` (st_mtime_ns)."""
+    """Open a trace file for reading.
+
+    Raises TraceError for a missing or damaged file, and for one that was written after `stamp` (st_mtime_ns).
+    """
     if not path.exists():
         raise TraceError(_missing(path))
     _FILE.check(path)
-    with opened_file(path) as file:
+    with open_file(path) as file:
         if stamp is None:  # with one it was looked through before
             check_heaps(path)
         elif path.stat().st_mtime_ns != stamp:
@@ -258,17 +266,18 @@ def _missing(path: Path) -> str:
     return f"expected a trace file at {path}, got nothing; make one with perturbkv trace -o {path}"
 
 
-def _run_of(file: StoredFile) -> RunConfig:
+def _run(file: StoredFile) -> RunConfig:
     check_version(file)
     return run_of(file)
 
 
 def _checked_run(file: StoredFile) -> RunConfig:
-    """The run of a file that is built as the format says, whose axes are the run's and its variables'.
+    """Return the run of a file that follows the format, and whose axes are the run's and its variables'.
 
-    Raises TraceError for any other: its counts point outside their axes, a sample is neither complete nor failed.
+    Raises TraceError for any other file, such as one with counts outside their axes or with a sample that is neither
+    complete nor failed.
     """
-    run = _run_of(file)
+    run = _run(file)
     check_structure(file)
     path, names = file.path, file.names()
     lengths = {axis: file.shape(axis)[0] for axis in axes_of(names)}
@@ -278,24 +287,24 @@ def _checked_run(file: StoredFile) -> RunConfig:
     check_shapes(path, lengths, {name: file.shape(name) for name in variables_of(names)})
     for axis in lengths:
         if axis not in ("sample", "config", *ROWS):
-            check_places(path, axis, file.read(axis), _measured(file) if axis == "layer" else None)
+            check_coordinate(path, axis, file.read(axis), _measured_layers(file) if axis == "layer" else None)
     if "steps_measured" in file:
-        check_measured(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
+        check_step_counts(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
     check_states(path, file.read("complete"), file.read("failure"))
     for axis, told in ROWS.items():
         if {*told, axis} <= set(names):
             offset, count = map(file.read, told)
-            check_rows(path, axis, told, offset, count, lengths[axis])
+            check_ranges(path, axis, told, offset, count, lengths[axis])
     return run
 
 
-def _measured(file: StoredFile) -> tuple[int, ...] | None:
-    """The measured layers' indices, of a file that says them. Raises TraceError for what says none."""
+def _measured_layers(file: StoredFile) -> tuple[int, ...] | None:
+    """Return the measured layers' indices; None where the file stores none. Raises TraceError for an invalid list."""
     told = file.attributes().get(MEASURED)
     if told is None:
         return None
     try:
-        found, of = layer_types.parsed(str(told))
+        found, of = layer_types.parse_measured(str(told))
     except ValueError:
         found, of = (), 0
     if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < of:
@@ -307,14 +316,14 @@ def _names(file: StoredFile, axis: str) -> list[str]:
     return [str(name) for name in file.read(axis)]
 
 
-def _samples_of(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
+def _samples(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
     ids, complete = tuple(_names(file, "sample")), file.read("complete")
     reasons = zip(ids, file.read("failure"), complete, strict=True)
     return ids, {name: str(reason) for name, reason, whole in reasons if not whole}
 
 
-def _provenance_of(file: StoredFile) -> dict[str, str]:
-    """Root attributes that are not the format's own."""
+def _provenance(file: StoredFile) -> dict[str, str]:
+    """Return the root attributes that are not the format's own."""
     return {name: str(value) for name, value in file.attributes().items() if name not in _OWN}
 
 

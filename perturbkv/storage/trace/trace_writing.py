@@ -1,11 +1,7 @@
-"""A run's samples → the trace file. FORMAT.md beside this file specifies what is written here.
+"""Writing a run's samples, or a trace in memory, to the trace file that FORMAT.md in the parent folder specifies.
 
-A file that HDF5 writes through, which fails only when HDF5 has let go of it.
-
-Where a write fails, as on a full disk, HDF5 cannot close its file: the process ends in a segmentation fault. So a
-failure is kept here, what is written from then on stays in memory, and whoever writes asks for the failure in between.
-
-A trace in memory, as a file: the same as one that was measured into it.
+Where a write fails, as on a full disk, HDF5 cannot close its file: the process ends in a segmentation fault. So
+`Stream` remembers the failure, later writes stay in memory, and the writer checks for the failure between its calls.
 """
 
 from __future__ import annotations
@@ -34,14 +30,14 @@ from perturbkv.storage.run.merge import Shapes
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
 from perturbkv.storage.trace.texts import storable
-from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_of, place, whole_sizes
+from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, whole_sizes, write_sample
 
 
 class Stream(io.RawIOBase):
-    """The bytes of a file that is written and read at any place.
+    """A file's bytes, written and read at any offset.
 
     Args:
-        path: of the file, which is emptied.
+        path: the file's path; the file is emptied.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,27 +47,27 @@ class Stream(io.RawIOBase):
         self._unwritten: list[tuple[int, bytes]] = []
 
     def check(self) -> None:
-        """Raise what went wrong so far, an OSError."""
+        """Raise the first OSError, where a write failed."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if not self.closed:
             os.close(self._file)
         super().close()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place; returns it."""
+        """Set the offset and return it."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
         return self._at
 
     def tell(self) -> int:
-        """The place."""
+        """Return the offset."""
         return self._at
 
     def write(self, data: Any) -> int:
-        """Write at the place; what the file does not take stays in memory."""
+        """Write at the offset; after a failure data stays in memory."""
         held = memoryview(data).cast("B")
         self._try(lambda: self._write_all(held))
         if self._failure is not None:
@@ -81,7 +77,7 @@ class Stream(io.RawIOBase):
         return len(held)
 
     def readinto(self, buffer: Any) -> int:
-        """Read at the place, from the file and from memory; zeros where nothing was written."""
+        """Read at the offset, from the file and from memory; unwritten bytes are zero."""
         held = memoryview(buffer).cast("B")
         held[:] = os.pread(self._file, len(held), self._at).ljust(len(held), b"\0")
         for begin, data in self._unwritten:
@@ -92,7 +88,7 @@ class Stream(io.RawIOBase):
         return len(held)
 
     def truncate(self, size: int | None = None) -> int:
-        """End the file at a size."""
+        """Set the file's size."""
         end = self._at if size is None else size
         self._try(lambda: os.ftruncate(self._file, end))
         self._end = end
@@ -104,7 +100,7 @@ class Stream(io.RawIOBase):
             done += os.pwrite(self._file, data[done:], self._at + done)
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Do it unless something failed before; a failure is kept."""
+        """Call `work` unless an earlier call failed; remember a failure."""
         if self._failure is None:
             try:
                 work()
@@ -113,9 +109,9 @@ class Stream(io.RawIOBase):
 
 
 def undisturbed(work: Callable[[threading.Event], None]) -> None:
-    """Do `work` in a thread of its own: a Ctrl-C would reach it in the middle of a call of HDF5, as an error there.
+    """Run `work` in a thread of its own, so that Ctrl-C cannot interrupt a call of HDF5, which would fail.
 
-    It gets an event that is set when it should stop; Ctrl-C goes on when it has.
+    `work` gets an event that is set when it should stop; Ctrl-C takes effect when it has.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -127,20 +123,20 @@ def undisturbed(work: Callable[[threading.Event], None]) -> None:
 
 
 _CHUNK = 2**16
-"""Numbers in a chunk of what has one axis: few enough to stay in HDF5's cache while samples come one by one."""
-_TOGETHER = 2**15
-"""Bytes of small samples that share a chunk, and are written in one call: HDF5 takes as long for one of them."""
+"""Numbers in a chunk of a one-dimensional variable: few enough for HDF5's cache while samples come one by one."""
+_CHUNK_BYTES = 2**15
+"""Bytes of small samples that share a chunk and a call: HDF5 takes as long for a single one."""
 _DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
-"""How netCDF names a dimension that has no coordinate: counting kept_code's bytes would take eight times as many."""
+"""netCDF's name of a dimension without a coordinate: counting kept_code's bytes would take eight times their size."""
 _VERSIONS = ("v110", "v110")
-"""From HDF5 1.10 on, headers, links and indices carry sums of their own; netCDF reads them as well."""
+"""From HDF5 1.10 on, headers, links and indices have checksums of their own; netCDF reads them as well."""
 
 
 _SCALARS = 512
-"""Numbers, one for each sample, that are written together."""
+"""Number of samples whose scalars are written in one call."""
 _CACHED = 2**18
-"""Bytes of chunks that HDF5 holds of each variable, for those that are written in parts."""
+"""Bytes of HDF5's chunk cache per variable, for those that are written in parts."""
 
 
 def write_trace(
@@ -153,8 +149,9 @@ def write_trace(
 ) -> None:
     """Write a whole trace file, one sample in memory at a time.
 
-    `shapes` gives those of a sample's variables, None where it failed, before `sample` gives the sample itself.
-    Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the file.
+    `shapes` returns the shapes of a sample's variables, None where it failed, before `sample` returns the sample
+    itself. Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the
+    file.
     """
     sizes, names = whole_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
     told = {name: _text(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
@@ -163,7 +160,7 @@ def write_trace(
     def write(stop: Event) -> None:
         with Stream(path) as stream:
             with h5py.File(stream, "w", libver=_VERSIONS, track_order=True, rdcc_nbytes=_CACHED) as file:
-                variables = _begun(file, told, sizes, names, sample_ids, run.labels())
+                variables = _create_variables(file, told, sizes, names, sample_ids, run.labels())
                 filled = dict.fromkeys(ROWS, 0)
                 for where, name in enumerate(sample_ids):
                     stream.check()
@@ -171,20 +168,22 @@ def write_trace(
                         return
                     _write_sample(variables, where, sample(name), filled)
                 variables.finish()
-                file.attrs[layout.CHECKSUM] = layout.checksum_document(told, {name: _said(file[name]) for name in file})
+                file.attrs[layout.CHECKSUM] = layout.checksum_document(
+                    told, {name: _checksum_text(file[name]) for name in file}
+                )
             stream.check()
 
     undisturbed(write)
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Raise OSError where a file of at least so many bytes cannot fit; one that is larger fails as it is written."""
+    """Raise OSError where a file of at least `needed` bytes cannot fit; a larger one fails while it is written."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
 
 
-def _begun(
+def _create_variables(
     file: h5py.File,
     told: Mapping[str, str],
     sizes: Mapping[str, int],
@@ -192,28 +191,28 @@ def _begun(
     sample_ids: Sequence[str],
     labels: list[str],
 ) -> _Variables:
-    """The file's attributes and coordinates, and its variables, which are empty."""
+    """Write the file's attributes and coordinates, and return its variables, still empty."""
     file.attrs["format_version"] = FORMAT_VERSION
     for name, text in told.items():
         file.attrs[name] = text
     held = told.get(MEASURED)
-    _write_coordinates(file, sizes, sample_ids, labels, layer_types.parsed(held)[0] if held else None)
+    _write_coordinates(file, sizes, sample_ids, labels, layer_types.parse_measured(held)[0] if held else None)
     return _Variables(file, {name: one for name, one in STORED.items() if name in names | FLAGS.keys()}, sizes)
 
 
 def _text(value: object) -> str:
-    """A text as UTF-8 can hold it: of the name of a file, any bytes."""
+    """Return a value as text that UTF-8 can encode: file names may have arbitrary bytes."""
     return storable(str(value))
 
 
 def _texts(value: Any) -> NDArray[Any]:
-    """A text, or each of several."""
+    """Return a text, or an array of texts, as UTF-8 can encode them."""
     return np.array([_text(one) for one in np.asarray(value, dtype=object).flat], dtype=object).reshape(np.shape(value))
 
 
-def _said(held: h5py.Dataset) -> str:
-    """What a variable says of itself, as it is summed."""
-    return layout.checksum_words(held.attrs["units"], held.attrs["long_name"])
+def _checksum_text(held: h5py.Dataset) -> str:
+    """Return a variable's unit and meaning, as they are summed."""
+    return layout.checksum_text(held.attrs["units"], held.attrs["long_name"])
 
 
 def _write_coordinates(
@@ -223,7 +222,7 @@ def _write_coordinates(
     labels: list[str],
     layers: Sequence[int] | None,
 ) -> None:
-    """The coordinates; `layers` are the indices of those that were measured, None: all."""
+    """Write the coordinates; `layers` are the indices of the measured layers, None: all."""
     named = {"sample": list(sample_ids), "config": labels}
     counted = {} if layers is None else {"layer": np.array(layers)}
     for axis in (one for one in AXES if one in sizes):  # in one order, whatever a sample brought first
@@ -240,33 +239,35 @@ def _write_coordinates(
 
 
 def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """How numbers lie in the file: in chunks with sums; of several axes, and codes in bytes, compressed.
+    """Return how numbers are stored: in chunks with checksums; matrices and codes in bytes are compressed.
 
     Texts take no filter (HDF5 2.0): a chunk holds their addresses alone.
     """
     if dtype == "str":
         return {"dtype": h5py.string_dtype()}
-    kind: dict[str, Any] = {"dtype": np.dtype(dtype).newbyteorder("<"), "fillvalue": fill_of(dtype)}
+    kind: dict[str, Any] = {"dtype": np.dtype(dtype).newbyteorder("<"), "fillvalue": fill_value(dtype)}
     if 0 in shape:
         return kind
     if len(shape) == 1:
         deflated = _DEFLATED if dtype == "uint8" else {}
         return {**kind, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
-    together = _samples_together(shape, np.dtype(dtype).itemsize)
+    together = _samples_per_chunk(shape, np.dtype(dtype).itemsize)
     return {**kind, "chunks": (together, *shape[1:]), "fletcher32": True, **_DEFLATED}
 
 
-def _samples_together(shape: tuple[int, ...], itemsize: int) -> int:
-    """How many samples of a variable share a chunk: one, where it is large."""
+def _samples_per_chunk(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how many samples of a variable share a chunk: one where samples are large."""
     each = math.prod(shape[1:]) * itemsize
-    return max(1, min(shape[0], _TOGETHER // each))
+    return max(1, min(shape[0], _CHUNK_BYTES // each))
 
 
 class _Variables:
-    """The variables of a file that is being written; what is put into them is summed."""
+    """The variables of a file that is being written, with their checksums."""
 
     def __init__(self, file: h5py.File, chosen: Mapping[str, Variable], sizes: Mapping[str, int]) -> None:
-        self._held = {name: _SummedVariable(_created(file, name, one, sizes), one) for name, one in chosen.items()}
+        self._held = {
+            name: _SummedVariable(_create_variable(file, name, one, sizes), one) for name, one in chosen.items()
+        }
 
     def __contains__(self, name: str, /) -> bool:
         return name in self._held
@@ -275,13 +276,13 @@ class _Variables:
         return self._held[name]
 
     def finish(self) -> None:
-        """Write what waits for more, and the sums."""
+        """Write buffered blocks and the checksums."""
         for variable in self._held.values():
             variable.finish()
 
 
-def _created(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
-    """An empty variable: floats NaN, integers 0."""
+def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
+    """Return a new variable filled with NaN (floats) or 0 (integers)."""
     shape = tuple(sizes[axis] for axis in variable.axes)
     made = file.create_dataset(name, shape=shape, **_storage(variable.dtype, shape))
     made.attrs["units"], made.attrs["long_name"] = variable.units, variable.long_name
@@ -291,7 +292,7 @@ def _created(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str,
 
 
 class _SummedVariable:
-    """One of them: takes whole samples, or rows one behind the other."""
+    """A variable that takes whole samples or consecutive rows, and sums them."""
 
     def __init__(self, held: h5py.Dataset, variable: Variable) -> None:
         self._held, self._variable = held, variable
@@ -308,34 +309,34 @@ class _SummedVariable:
         return tuple(self._held.shape)
 
     def _empty(self) -> NDArray[Any]:
-        return np.full(self._shape, fill_of(self._variable.dtype), dtype=self._dtype)
+        return np.full(self._shape, fill_value(self._variable.dtype), dtype=self._dtype)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
             self._sums[0] = layout.checksum_of(block, int(self._sums[0]))
-            self._wait(where.start, block)
+            self._buffer(where.start, block)
         else:
             whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
             self._sums[where] = layout.checksum_of(whole)
-            self._wait(where, whole[np.newaxis])
+            self._buffer(where, whole[np.newaxis])
 
     def finish(self) -> None:
-        """Write what waits, and the sums."""
+        """Write buffered blocks and the checksums."""
         self._write()
         self._held.attrs[layout.CHECKSUM] = self._sums
 
-    def _wait(self, begin: int, block: NDArray[Any]) -> None:
-        """Put a block behind those that wait, and write them together once they fill a chunk."""
+    def _buffer(self, begin: int, block: NDArray[Any]) -> None:
+        """Buffer a block, and write the buffer once it fills a chunk."""
         if begin != self._end:
             self._write()
             self._begin = begin
         size = sum(map(len, block.flat)) if self._dtype.kind == "O" else block.nbytes
-        small = size < _TOGETHER
+        small = size < _CHUNK_BYTES
         self._waiting.append(block.copy() if small else block)  # a view would hold the whole of its sample
         self._end = begin + len(block)
         self._bytes += size
-        if self._end - self._begin >= self._together or self._bytes >= _TOGETHER:
+        if self._end - self._begin >= self._together or self._bytes >= _CHUNK_BYTES:
             self._write()
 
     def _write(self) -> None:
@@ -348,16 +349,19 @@ class _SummedVariable:
 def _write_sample(
     variables: _Variables, where: int, sample: SampleTrace | FailedSample, filled: dict[str, int]
 ) -> None:
-    """Write one sample behind what is `filled`, its `complete` flag last."""
+    """Write one sample after the rows that are `filled`, its `complete` flag last."""
     if isinstance(sample, FailedSample):
         variables["failure"][where] = sample.reason
     else:
-        place(variables, where, sample, filled)
+        write_sample(variables, where, sample, filled)
         variables["complete"][where] = 1
 
 
 def save(trace: Trace, path: Path) -> Path:
-    """Write the file of a trace, whole or not at all. Raises TraceError where it lacks what a file MUST hold."""
+    """Write a trace's file, whole or not at all, and return its path.
+
+    Raises TraceError where a required variable is missing.
+    """
     shapes = {
         name: sample.shapes() if isinstance(sample, SampleTrace) else None
         for name in trace.sample_ids

@@ -1,16 +1,9 @@
-"""Whether a trace's numbers can be what they say: counts within the prompt, positions in order, no NaN for a number.
+"""Checks of a trace file: its structure, its axes, and whether its numbers are possible.
 
-A sum tells that numbers are those that were written; files without sums are held against what no run can have measured.
-
-Whether a file is built as FORMAT.md says: its variables' types, axes and units, and the texts that it was made with.
-
-Called once for every file that is opened, before any numbers are read.
-
-Whether a trace file's axes are what its run and its variables say; a result read by wrong labels is turned around.
-
-And whether what counts or points into another axis stays within it.
-
-Called once for every file that is opened; nothing behind it asks again.
+The structure is compared with FORMAT.md (types, axes, units, checksums), the axes with the run and the variables,
+counts and offsets with the axes that they refer to. Checksums show that numbers are those that were written; files
+without any are checked against what no run can have measured, such as NaN in place of a number. Each file is checked
+once, when it is opened.
 """
 
 from __future__ import annotations
@@ -34,9 +27,9 @@ from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, 
 Arrays = Mapping[str, NDArray[Any]]
 _FLAGS = ("evicted", "top1_agreement")
 _MOST_TOKENS = 2**31
-"""Positions are numbers of 32 bits."""
+"""Positions are 32-bit numbers."""
 _MEASURED = tuple(name for name, variable in VARIABLES.items() if not variable.optional and variable.dtype == "float64")
-"""Variables that hold a number for every step that was measured."""
+"""Variables that hold a number for every measured step."""
 
 
 def check_states(path: Path, complete: NDArray[Any], reasons: NDArray[Any]) -> None:
@@ -47,9 +40,9 @@ def check_states(path: Path, complete: NDArray[Any], reasons: NDArray[Any]) -> N
 
 
 def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> None:
-    """Raise TraceError unless counts, flags and measured numbers make sense.
+    """Raise TraceError unless counts, flags and measured numbers are possible.
 
-    `measured`: (sample, step) True where a step holds numbers. Variables that are absent are passed over.
+    `measured`: (sample, step) True where a step has numbers. Absent variables are skipped.
     """
     ok = np.asarray(measured.any(axis=1))
     for name in _FLAGS:
@@ -62,13 +55,13 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
         _check_counts(path, arrays, ok)
     if {"prompt_tokens", "lost_position"} <= arrays.keys():
         tokens, lost = arrays["prompt_tokens"], arrays["lost_position"]
-        _check_within(path, "lost_position", lost[ok], -1, _like(tokens, lost)[ok])
+        _check_within(path, "lost_position", lost[ok], -1, _broadcast(tokens, lost)[ok])
 
 
 def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArray[Any]) -> None:
-    """Raise TraceError unless every head's code is that of `kept_count` positions within its prompt, or is not there.
+    """Raise TraceError unless every head's code is absent or has `kept_count` positions within the prompt.
 
-    `arrays` holds kept_offset, kept_length, kept_count and prompt_tokens; their places lie within `codes`.
+    `arrays` holds kept_offset, kept_length, kept_count and prompt_tokens; the codes lie within `codes`.
     """
     told = np.stack(
         [arrays[name].reshape(len(ok), -1) for name in ("kept_offset", "kept_length", "kept_count")], axis=-1
@@ -83,9 +76,9 @@ def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArra
 
 
 def check_text(path: Path, arrays: Arrays, starts: NDArray[Any]) -> None:
-    """Raise TraceError unless every prompt's tokens begin within its text, one behind the other.
+    """Raise TraceError unless every prompt's tokens begin within its text, in ascending order.
 
-    `arrays` holds prompt_offset, prompt_count, whose places lie within `starts`, and prompt_text.
+    `arrays` holds prompt_offset and prompt_count, whose rows lie within `starts`, and prompt_text.
     """
     told = zip(*(arrays[name].tolist() for name in ("prompt_offset", "prompt_count", "prompt_text")), strict=True)
     for begin, count, text in told:
@@ -108,7 +101,7 @@ def check_expected(path: Path, expected: NDArray[Any]) -> None:
 def _check_counts(path: Path, arrays: Arrays, ok: NDArray[np.bool_]) -> None:
     tokens, kept, stage1 = (arrays[name][ok] for name in ("prompt_tokens", "kept_count", "stage1_count"))
     _check_within(path, "prompt_tokens", tokens, 1, np.full_like(tokens, _MOST_TOKENS))
-    _check_within(path, "kept_count", kept, 0, _like(tokens, kept) + 1)
+    _check_within(path, "kept_count", kept, 0, _broadcast(tokens, kept) + 1)
     _check_within(path, "stage1_count", stage1, 0, kept + 1)
     if {"prompt_count", "question_tokens"} <= arrays.keys():
         held, question = arrays["prompt_count"][ok], arrays["question_tokens"][ok]
@@ -123,7 +116,7 @@ def _check_finite(path: Path, name: str, numbers: NDArray[Any], measured: NDArra
 
 
 def _check_within(path: Path, name: str, held: NDArray[Any], least: int, above: NDArray[Any]) -> None:
-    """Refuse numbers below `least` or not below `above`."""
+    """Raise TraceError for numbers below `least` or not below `above`."""
     wrong = (held < least) | (held >= above)
     if wrong.any():
         where = tuple(np.argwhere(wrong)[0].tolist())
@@ -131,8 +124,8 @@ def _check_within(path: Path, name: str, held: NDArray[Any], least: int, above: 
         _refuse(path, f"{name} from {least} to {most}", f"{held[where]}")
 
 
-def _like(of_samples: NDArray[Any], held: NDArray[Any]) -> NDArray[Any]:
-    """(sample,) numbers as they lie along the axes of others."""
+def _broadcast(of_samples: NDArray[Any], held: NDArray[Any]) -> NDArray[Any]:
+    """Return (sample,) numbers broadcast to the shape of `held`."""
     spread = of_samples.reshape(-1, *[1] * (held.ndim - 1))
     return np.broadcast_to(spread, held.shape)
 
@@ -143,12 +136,12 @@ def _refuse(path: Path, expected: str, got: str) -> NoReturn:
 
 
 _NEEDED = ("sample", "config", "step", *FLAGS)
-"""What no trace is without, whichever variables it holds."""
+"""Items that every trace has, whatever its variables."""
 _TEXTS = ("sample", "config")
 
 
 def check_structure(file: StoredFile) -> None:
-    """Raise TraceError unless everything that a reader knows is what the format makes of it."""
+    """Raise TraceError unless every known axis and variable is as the format specifies it."""
     names = file.names()
     for name in _NEEDED:
         if name not in names:
@@ -164,12 +157,12 @@ def check_structure(file: StoredFile) -> None:
 
 
 def axes_of(names: list[str]) -> list[str]:
-    """The axes that a file has, of those that there are."""
+    """Return the known axes among these names."""
     return [axis for axis in AXES if axis in names]
 
 
 def variables_of(names: list[str]) -> list[str]:
-    """The variables that a file has, of those that there are."""
+    """Return the known variables among these names."""
     return [name for name in STORED if name in names]
 
 
@@ -186,7 +179,7 @@ def check_version(file: StoredFile) -> None:
 
 
 def run_of(file: StoredFile) -> RunConfig:
-    """The run as the file holds it. Raises TraceError where it is none."""
+    """Return the file's run. Raises TraceError where it is invalid."""
     text = file.attributes().get("run")
     if not isinstance(text, str):
         file.refuse("the run as JSON", "none")
@@ -197,7 +190,7 @@ def run_of(file: StoredFile) -> RunConfig:
 
 
 def _check_type(file: StoredFile, name: str, dtype: str) -> None:
-    if dtype and not file.is_of(name, dtype):
+    if dtype and not file.has_dtype(name, dtype):
         file.refuse(f"{name} of the type {dtype}", "another")
 
 
@@ -211,11 +204,11 @@ def _check_variable(file: StoredFile, name: str, axes: list[str]) -> None:
 
 
 def _check_sums(file: StoredFile, names: list[str]) -> None:
-    """Texts as they were summed, and sums for every variable; nothing of a file that has none."""
+    """Raise TraceError for a changed text or a missing checksum; do nothing for a file without any checksums."""
     attrs = file.attributes()
     if layout.CHECKSUM not in attrs:
         return
-    said = {name: layout.checksum_words(file.text(name, "units"), file.text(name, "long_name")) for name in names}
+    said = {name: layout.checksum_text(file.text(name, "units"), file.text(name, "long_name")) for name in names}
     texts = {name: value for name, value in attrs.items() if isinstance(value, str)}
     try:
         differing = layout.differing_checksums(str(attrs[layout.CHECKSUM]), texts, said)
@@ -256,15 +249,15 @@ def check_run(path: Path, lengths: Mapping[str, int], run: RunConfig) -> None:
 
 
 def check_samples(path: Path, held: Sequence[str]) -> None:
-    """Raise TraceError unless every sample id is there once."""
+    """Raise TraceError unless sample ids are unique."""
     if len(set(held)) < len(held):
         twice = next(name for name in held if list(held).count(name) > 1)
         msg = f"expected every sample id once along 'sample' in {path}, got '{twice}' twice; {_AGAIN}"
         raise TraceError(msg)
 
 
-def check_places(path: Path, axis: str, held: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
-    """Raise TraceError unless a coordinate counts its places from 0 on, or holds the layers that were measured."""
+def check_coordinate(path: Path, axis: str, held: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
+    """Raise TraceError unless a coordinate is 0, 1, 2, …, or the indices of the measured layers."""
     if not np.array_equal(held, np.arange(len(held)) if measured is None else np.array(measured)):
         expected = f"0 … {len(held) - 1}" if measured is None else " ".join(map(str, measured))
         msg = f"expected the places {expected} along '{axis}' in {path}, got {held[:8].tolist()} …; {_AGAIN}"
@@ -281,7 +274,7 @@ def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Sh
             raise TraceError(msg)
 
 
-def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
+def check_step_counts(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
     """Raise TraceError unless `steps_measured` is 1 … `steps` in every complete sample and 0 in every failed one."""
     wrong = np.where(ok, (measured < 1) | (measured > steps), measured != 0)
     if wrong.any():
@@ -291,8 +284,8 @@ def check_measured(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: i
         raise TraceError(msg)
 
 
-def check_rows(path: Path, axis: str, names: tuple[str, str], offset: Counts, count: Counts, held: int) -> None:
-    """Raise TraceError unless the places that two variables tell, offset and count, lie within the `held` of `axis`."""
+def check_ranges(path: Path, axis: str, names: tuple[str, str], offset: Counts, count: Counts, held: int) -> None:
+    """Raise TraceError unless the ranges given by two variables, offset and count, lie within `held` rows of `axis`."""
     wrong = (offset < 0) | (count < 0) | (count > held - offset)
     if wrong.any():
         where = tuple(np.argwhere(wrong)[0].tolist())

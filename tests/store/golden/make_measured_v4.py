@@ -6,11 +6,11 @@ from pathlib import Path
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support.models import tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
 
 LENGTHS = {"first": 48, "second": 301}
 CONFIGS = grid((10, 0.5), window=4, policy=["snapkv", "adakv"], selection="two-stage", granularity=["query", "kv"])

@@ -14,12 +14,12 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
 from tests.support.folders import model_folder
+from tests.support.resolved import trace_sample
 
 SELECTIONS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage", "value", "random", "hindsight")
 

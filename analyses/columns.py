@@ -1,0 +1,218 @@
+"""Columns of results: name, meaning, unit and format are declared once; JSON, frames, tables and their docs follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, overload
+
+import numpy as np
+
+from perturbkv.analyses import text
+from perturbkv.analyses.json_values import json_value
+from perturbkv.analyses.pairing import folded
+from perturbkv.display import Table
+
+Value = TypeVar("Value")
+AnyRecord = TypeVar("AnyRecord")
+_KEY = "column"
+_EMPTY = ("", "–")
+_LETTERS = 24
+"""Of a name in a table's first column."""
+_MOST_WIDE = 3
+"""More columns than these leave no room for intervals beside their numbers: they stand beneath."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number, name or array of a result.
+
+    Attributes:
+        meaning: one phrase, as the JSON reference and `--explain` print it.
+        unit: such as `share`, `nat`, `L1`, `tokens`; empty for a ratio, a count or a name.
+        key: its name in JSON, where that is not the attribute's.
+        dims: axes of an array, outermost first.
+        heading: its heading in a table; `#` in front sets it to the right.
+        text: writes a value, with its interval where there is one, for people.
+        json: whether JSON holds it.
+    """
+
+    meaning: str
+    unit: str = ""
+    key: str = ""
+    dims: tuple[str, ...] = ()
+    heading: str = ""
+    text: Callable[..., str] | None = None
+    json: bool = True
+
+    def cell(self, value: Any, interval: Any = None, apart: str = " ") -> str:
+        """Return the value as a table shows it; `apart` stands before its interval."""
+        if value is None:
+            return "–"
+        if isinstance(value, float | np.floating):
+            write = self.text or (text.percent if self.unit == "share" else text.decimal)
+            return write(float(value), interval).replace(" [", f"{apart}[").replace(" (", f"{apart}(")
+        if self.text is not None:
+            return self.text(value)
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def column(meaning: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """Declare a dataclass field as a column; `more` are the other attributes of `Column`."""
+    return dataclasses.field(default=default, metadata={_KEY: Column(meaning, **more)})
+
+
+def interval(of: str = "over samples") -> Any:
+    """Declare the field `<name>_interval`: the 95 % interval of the column before it."""
+    return column(of)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(column, interval, dataclasses.field))
+def record(cls: type[AnyRecord]) -> type[AnyRecord]:
+    """Make a subclass of `Record` a frozen dataclass whose fields may be columns."""
+    return dataclass(frozen=True, repr=False)(cls)
+
+
+class Derived(Generic[Value]):
+    """A column that is computed from others when it is first asked for; its docstring is its meaning."""
+
+    def __init__(self, compute: Callable[[Any], Value], **more: Any) -> None:
+        self.compute, self.__doc__, self.name = compute, compute.__doc__, compute.__name__
+        meaning = " ".join((compute.__doc__ or "").split()).removesuffix(".")
+        self.declared = Column(meaning, **more)
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+
+    @overload
+    def __get__(self, owner: object, kind: type) -> Value: ...
+
+    def __get__(self, owner: object | None, kind: type) -> Value | Self:
+        """Return the value, which the object keeps; of the class, the declaration."""
+        if owner is None:
+            return self
+        value = vars(owner)[self.name] = self.compute(owner)
+        return value
+
+
+def derived(**more: Any) -> Callable[[Callable[[Any], Value]], Derived[Value]]:
+    """Declare a method without arguments as a column that its docstring explains; `more` are attributes of `Column`."""
+    return lambda compute: Derived(compute, **more)
+
+
+class Record:
+    """A frozen dataclass whose fields declare what they mean. Fields without a declaration stay out of JSON.
+
+    >>> @record
+    ... class Length(Record):
+    ...     metres: float = column("height above the ground", unit="m", heading="#height")
+    ...     @derived(unit="ft")
+    ...     def feet(self) -> float:
+    ...         '''The same in feet.'''
+    ...         return 3.28 * self.metres
+    >>> Length(2.0).to_dict()
+    {'metres': 2.0, 'feet': 6.56}
+    >>> table("", [Line("tower", (Length(2.0),))], ["metres"]).rows
+    [['tower', '2.00']]
+    """
+
+    SECTION: ClassVar[str] = ""
+    """Heading of its keys in the JSON reference; empty: the class' name in words."""
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        """Return the declared columns by attribute: fields in their order, then what is derived from them."""
+        return _columns(cls)  # type: ignore[arg-type]  # a class is hashable; mypy asks its instances
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={getattr(self, name)!s}" for name, one in self.columns().items() if one.json and not one.dims]
+        return f"<{type(self).__name__}: {', '.join(shown)}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every declared column as JSON can hold it: arrays as nested lists, NaN as None."""
+        return {
+            declared.key or name: json_value(getattr(self, name))
+            for name, declared in self.columns().items()
+            if declared.json
+        }
+
+    def arrays(self, *dims: str) -> dict[str, Any]:
+        """Return the declared arrays that have exactly these axes, by attribute."""
+        return {name: getattr(self, name) for name, declared in self.columns().items() if declared.dims == dims}
+
+
+@cache
+def _columns(cls: type[Record]) -> dict[str, Column]:
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    stored = {field.name: field.metadata[_KEY] for field in fields if _KEY in field.metadata}
+    classes = reversed(cls.__mro__)
+    computed = {
+        name: value.declared for one in classes for name, value in vars(one).items() if isinstance(value, Derived)
+    }
+    return stored | computed
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: what it is called, and the records whose columns it shows."""
+
+    name: str
+    records: Sequence[Record]
+
+
+def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = "") -> Table:
+    """Return the table of the named columns, a line each; a column without any value is left out.
+
+    Args:
+        title: above the table.
+        lines: names and records.
+        names: attributes of the records, in the order of the columns.
+        first: heading of the column that holds the lines' names.
+    """
+    declared = declarations([record for line in lines for record in line.records], names)
+    apart = "\n" if len(names) > _MOST_WIDE else " "
+    cells = {name: [_cell(line.records, name, apart) for line in lines] for name in names}
+    shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
+    rows = [[folded(line.name, _LETTERS), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
+    return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)
+
+
+def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, Column]:
+    """Return the declaration of each named column. Raises KeyError for a name that no record declares."""
+    known = {name: declared for record in reversed(records) for name, declared in record.columns().items()}
+    return {name: known[name] for name in names}
+
+
+def _cell(records: Sequence[Record], name: str, apart: str) -> str:
+    for record in records:
+        if name in record.columns():
+            interval = getattr(record, f"{name}_interval", None)
+            return record.columns()[name].cell(getattr(record, name), interval, apart)
+    return ""
+
+
+def explanation(declared: Sequence[Column]) -> Table:
+    """Return a table that says what columns mean, and their units."""
+    rows = [[" ".join(one.heading.removeprefix("#").split()), text.capital(one.meaning), one.unit] for one in declared]
+    return Table("what the columns mean", ["column", "meaning", "unit"], rows)
+
+
+def long_form(labels: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], arrays: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield a row per index of some arrays of one shape: labels, coordinates, values.
+
+    Args:
+        labels: columns that are the same in all rows.
+        axes: name of each axis -> its coordinates.
+        arrays: name -> array over these axes.
+    """
+    shape = tuple(map(len, axes.values()))
+    flat = {name: np.broadcast_to(array, shape).reshape(-1).tolist() for name, array in arrays.items()}
+    for row, coordinates in enumerate(product(*axes.values())):
+        yield {
+            **labels,
+            **dict(zip(axes, coordinates, strict=True)),
+            **{name: values[row] for name, values in flat.items()},
+        }

@@ -1,0 +1,278 @@
+"""The gap between a method's kept sets and the best known ones, and how much of it is not knowing the query.
+
+Three factors, as `optimum.chain` has it: L(method) / L(best) = L(method) / L(plain) · L(plain) / L(knowing) ·
+L(knowing) / L(best). *Plain* ranks by the window's estimate without pooling and stages, *knowing* by the realised
+values of the same thing. Of geometric means over the same heads the product holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from perturbkv.analyses import text
+from perturbkv.analyses.columns import Record, column, interval, record
+from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.pairing import counted, short_names
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.arithmetic import half_share, ratio
+from perturbkv.analyses.stats.intervals import RATIO, Kind, Scalar
+from perturbkv.analyses.text import interval_at
+from perturbkv.configs.entry_counts import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.optimum import chain
+from perturbkv.optimum.search import PREFIX, PROMPT, FoundSets
+
+_NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
+"""L over that of the best known set."""
+_ROUNDING = 1e-9
+"""Share of the largest L of a head's sets below which the best one's is rounding."""
+_SAME = 1e-9
+"""Two values of L this near are equal."""
+
+
+@record
+class Factor(Record):
+    """A geometric mean over heads, then over samples; NaN where nothing is defined."""
+
+    value: float = column("L over L")
+    interval: Scalar = column("over samples")
+
+
+def _factor_text(factor: Factor) -> str:
+    return text.decimal(factor.value, factor.interval, apart="\n")
+
+
+@record
+class OptimalityGap(Record):
+    """One method's kept sets against the best known ones of the same heads and sizes."""
+
+    SECTION = "optimality gap"
+
+    config: EvictionConfig = column("the method")
+    heads: int = column("heads that it is of, those of all samples together")
+    samples: int = column("samples that have one of these heads; of one alone there are no intervals")
+    sum_ratio: float = column("Σ of isolated L over that of the best known sets", heading="#Σ of all\nheads")
+    sum_ratio_interval: Scalar = interval()
+    median_ratio: float = column(
+        "L over the best's of each sample's median head, the median over samples", heading="#median\nhead"
+    )
+    median_ratio_interval: Scalar = interval()
+    half: float = column(
+        "the smallest share of heads that carries half of Σ L", unit="share", heading="#half of Σ\nin heads"
+    )
+    factor: Factor = column(
+        "L over the best's, geometric mean over heads, then samples", heading="#mean\nfactor", text=_factor_text
+    )
+    form: Factor = column(
+        "the part of the factor that pooling and stages cost; null like the next where the method estimates neither A "
+        "nor A ν",
+        heading="#pooling,\nstages",
+        text=_factor_text,
+    )
+    query: Factor = column("the part that not knowing the query costs", heading="#query\nunknown", text=_factor_text)
+    criterion: Factor = column(
+        "the part that the criterion costs with the query known; the three multiply to `factor`",
+        heading="#criterion",
+        text=_factor_text,
+    )
+
+    @property
+    def decomposed(self) -> bool:
+        """Whether the parts of the factor are known."""
+        return not np.isnan(self.query.value)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one sample.
+
+    Attributes:
+        methods: (method, head) isolated L of every set.
+        best: (head,) that of the best known set.
+    """
+
+    methods: Floats
+    best: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
+        """Return the heads whose best known L is more than rounding."""
+        values = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
+        best = np.array([row["best"] for row in rows], dtype=np.float64)
+        lossy = best > _ROUNDING * values.max(axis=0, initial=0)
+        return cls(values[:, lossy], best[lossy])
+
+
+def optimality_gaps(configs: Sequence[EvictionConfig], samples: Sequence[Heads]) -> tuple[OptimalityGap, ...]:
+    """Return every method's gap, over the samples that have a head."""
+    known = [sample for sample in samples if sample.best.size]
+    return tuple(_optimality_gap(configs, index, known) for index in range(len(configs))) if known else ()
+
+
+def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequence[Heads]) -> OptimalityGap:
+    sums = np.array([(one.methods[index].sum(), one.best.sum()) for one in samples])
+    medians = np.array([np.median(one.methods[index] / one.best) for one in samples])
+    methods = _chain(configs, index)
+    parts = [_steps(sample, methods) for sample in samples]
+    return OptimalityGap(
+        config=configs[index],
+        heads=sum(one.best.size for one in samples),
+        samples=len(samples),
+        sum_ratio=float(ratio(*sums.sum(axis=0))),
+        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
+        median_ratio=float(np.median(medians)),
+        median_ratio_interval=interval_at(intervals.of_medians(medians[:, None]), 0),
+        half=half_share(np.concatenate([one.methods[index] for one in samples])),
+        factor=_factor([_logs(one.methods[index], one.best) for one in samples], _NEVER_BELOW),
+        form=_factor([part[0] for part in parts]),
+        query=_factor([part[1] for part in parts]),
+        criterion=_factor([part[2] for part in parts], _NEVER_BELOW),
+    )
+
+
+def _chain(configs: Sequence[EvictionConfig], index: int) -> list[int] | None:
+    """Return the indices of the method, its plain form and the one that knows the query; None where one is missing."""
+    links = [configs[index], chain.without_pooling(configs[index]), chain.with_known_query(configs[index])]
+    return [configs.index(link) for link in links if link is not None] if set(links) <= set(configs) else None
+
+
+def _steps(sample: Heads, methods: Sequence[int] | None) -> list[float]:
+    """Return the mean log of each factor over a sample's heads; NaN without a chain."""
+    if methods is None:
+        return [float("nan")] * 3
+    values = [*(sample.methods[index] for index in methods), sample.best]
+    return [_logs(above, below) for above, below in pairwise(values)]
+
+
+def _logs(above: Floats, below: Floats) -> float:
+    """Return the mean over heads of log(above / below)."""
+    return float(np.log(above / below).mean())
+
+
+def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
+    each = np.array(logs)
+    if np.isnan(each).any():
+        return Factor(float("nan"), None)
+    ends = intervals.scalar(lambda weights: np.exp(weights @ each), len(each), kind)
+    return Factor(float(np.exp(each.mean())), ends)
+
+
+@record
+class SearchedPart(Record):
+    """The searches of one budget on whole prompts, or those on prefixes.
+
+    Attributes:
+        configs: the methods at this part's budget.
+        rows: per sample its heads, as `FoundSets` holds them.
+    """
+
+    part: str = column("prompt or prefix")
+    configs: tuple[EvictionConfig, ...]
+    rows: tuple[tuple[Mapping[str, Any], ...], ...]
+    heads: int = column("heads searched, of all samples")
+    left_out: int = column("heads whose best set loses nothing but rounding")
+    settled: int = column("heads in which no swap helps any more")
+    tried: int = column("heads in which a proof was tried")
+    closed: int = column("heads in which the best set is proven")
+    at_optimum: int = column("heads with a proven best set that swaps alone had reached")
+    gap: float = column(
+        "largest share of L by which a bound lies below the best set where none was proven; 0 without such heads",
+        unit="share",
+    )
+    methods: tuple[OptimalityGap, ...] = column("gap of each method to the best known sets")
+    first_layer: tuple[OptimalityGap, ...] = column(
+        "the same of the heads of the first measured layer; empty where none was drawn"
+    )
+    other_layers: tuple[OptimalityGap, ...] = column("the same of all others")
+
+    @property
+    def name(self) -> str:
+        """The heads that were searched, and at which budget."""
+        return f"{'prefixes' if self.part == PREFIX else 'prompts'}, b={self.configs[0].budget}"
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the methods."""
+        names = short_names(self.configs)
+        return [name or str(config.selection) for name, config in zip(names, self.configs, strict=True)]
+
+    def principal(self) -> list[int]:
+        """Return the indices of the methods whose parts are known and that are no part of another's chain.
+
+        Where there is none, those of all methods that do not know the query.
+        """
+        free = [
+            index
+            for index, each in enumerate(self.methods)
+            if each.config.selection.name not in chain.KNOWN_QUERY_SELECTIONS
+        ]
+        own = [index for index in free if self._has_chain(self.methods[index])]
+        return own or free
+
+    def summary(self) -> str:
+        """Return how many heads were searched, and how sure their best sets are."""
+        clauses = [f"{self.name}: {counted(self.heads, 'head')} searched, no swap helps any more in {self.settled}"]
+        if self.tried:
+            unproven = self.tried - self.closed
+            clauses.append(f"the best set is proven in {self.closed} of {self.tried}, where swaps alone had reached it "
+                           f"in {self.at_optimum}")  # fmt: skip
+            if unproven:
+                clauses.append(f"of {unproven} not proven the bound is up to {text.percent(self.gap)} lower")
+        if self.left_out:
+            clauses.append(f"{counted(self.left_out, 'head')} left out, whose best set loses nothing but rounding")
+        return "; ".join(clauses) + "."
+
+    @staticmethod
+    def _has_chain(method: OptimalityGap) -> bool:
+        return method.decomposed and chain.without_pooling(method.config) != method.config
+
+
+def searched_parts(sets: FoundSets) -> tuple[SearchedPart, ...]:
+    """Return whole prompts by budget, then the prefixes, where heads were searched."""
+    parts = [_part(sets, PROMPT, configs) for configs in _by_budget(sets.run.configs)]
+    parts.append(_part(sets, PREFIX, _prefix_configs(sets)))
+    return tuple(part for part in parts if part.heads)
+
+
+def _by_budget(configs: tuple[EvictionConfig, ...]) -> list[tuple[EvictionConfig, ...]]:
+    budgets = dict.fromkeys(config.budget for config in configs)
+    return [tuple(config for config in configs if config.budget == budget) for budget in budgets]
+
+
+def _prefix_configs(sets: FoundSets) -> tuple[EvictionConfig, ...]:
+    budget, window = Budget(int(sets.asked["budget"])), int(sets.asked["window"])
+    return tuple(replace(config, budget=budget, window=window) for config in _by_budget(sets.run.configs)[0])
+
+
+def _part(sets: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
+    rows = tuple(
+        tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
+        for sample in sets.rows
+    )
+    every = [row for sample in rows for row in sample]
+    tried = [row for row in every if row["lower"] is not None]
+    closed = [row for row in tried if row["closed"]]
+    count = len(configs)
+    heads = [Heads.of(sample, count) for sample in rows]
+    first = [Heads.of([row for row in sample if not row["layer"]], count) for sample in rows]
+    others = [Heads.of([row for row in sample if row["layer"]], count) for sample in rows]
+    return SearchedPart(
+        part=part,
+        configs=configs,
+        rows=rows,
+        heads=len(every),
+        left_out=len(every) - sum(sample.best.size for sample in heads),
+        settled=sum(bool(row["settled"]) for row in every),
+        tried=len(tried),
+        closed=len(closed),
+        at_optimum=sum(row["improved"] <= row["best"] * (1 + _SAME) for row in closed),
+        gap=max((1 - row["lower"] / row["best"] for row in tried if not row["closed"]), default=0.0),
+        methods=optimality_gaps(configs, heads),
+        first_layer=optimality_gaps(configs, first),
+        other_layers=optimality_gaps(configs, others),
+    )

@@ -1,0 +1,267 @@
+"""Analyses of answers: their scores, what perturbation predicts of them, where they diverge, what a judge says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from perturbkv.analyses.json_values import run_object
+from perturbkv.cli import console, option_refusals
+from perturbkv.cli.choices import METHODS, numbers, parse_methods
+from perturbkv.cli.command_line import hiding, showing
+from perturbkv.cli.options import MetricOption, RunOptions, TracesOptions
+from perturbkv.cli.saving import text_file
+from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
+from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.output import Lock, OutputFile, OutputFolder, resumable
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.quality.quality import Quality
+    from perturbkv.analyses.result import Result
+    from perturbkv.storage.answers_file import WrittenAnswers
+    from perturbkv.storage.judgements import Judge, Judgement
+
+_BUDGETS = ("0.1", "0.2", "0.4")
+_METHODS = ",".join(
+    [*(f"{policy}:{own}" for policy in ("snapkv", "adakv") for own in ("attention", "two-stage")), "random"]
+)
+MaxNewTokensOption = Annotated[
+    int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
+]
+
+
+def _scores(
+    run: RunOptions,
+    look: TracesOptions,
+    compare: Annotated[
+        str,
+        Option(
+            metavar="NAMES",
+            help="Methods: policy:selection,…",
+            show_default="attention and two-stage of snapkv, adakv; random",
+        ),
+    ] = _METHODS,
+    max_new_tokens: MaxNewTokensOption = None,
+    metric: MetricOption = "",
+) -> Analysis:
+    """Score the answers, one table per data set and budget."""
+    if answers := [path for path in look.paths if path.suffix == ".jsonl"]:
+        msg = f"expected traces, got {answers[0]}; --divergence and --judge look at a file of answers"
+        raise ConfigError(msg)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
+        raise ConfigError(msg)
+    wanted = run.with_budgets(_BUDGETS)
+
+    def answer(session: Session) -> tuple[Result, dict[str, Any]]:
+        from perturbkv.analyses.quality.quality import quality as analyse
+
+        result = analyse(session.usable)
+        session.save(result.plot(session.width_mm), result.identity, "quality")
+        return result, {**result.to_dict(), "tables": _save_tables(result, session.output)}
+
+    return Analysis(
+        "quality", wanted, lambda: wanted.configs(parse_methods(compare)), answer, stems=["quality"],
+        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_tables,
+    )  # fmt: skip
+
+
+def _tables(folder: Path) -> list[OutputFile]:
+    """Return the files of the tables."""
+    from perturbkv.analyses.quality.score_tables import COMMENT, CSV, MARKDOWN
+
+    quoted = ",".join(f'"{name}"' for name in CSV)
+    begins = {"tex": COMMENT, "md": MARKDOWN, "csv": quoted}
+    return [text_file(folder / f"quality.{suffix}", text) for suffix, text in begins.items()]
+
+
+def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
+    """Write the tables; returns their paths."""
+    files = _tables(output.path)
+    output.claim(*files)
+    for file, text in zip(files, (result.to_latex(), result.to_markdown(), result.to_csv()), strict=True):
+        write_whole(file.path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
+    return [str(file.path) for file in files]
+
+
+def _divergence(run: RunOptions, look: TracesOptions) -> None:
+    """Follow each evicted answer until it leaves the full cache's."""
+    from perturbkv.analyses.quality.divergence import divergence as analyse
+    from perturbkv.storage.answers_file import read_answers
+
+    session, path = _answers_session("quality-divergence", "quality --divergence", run, look, ("divergence",))
+    answers = read_answers(path)
+    with session.claim([session.name]):
+        _show(session, analyse(answers), answers)
+
+
+def _judge(
+    run: RunOptions,
+    look: TracesOptions,
+    judge: Annotated[
+        str | None,
+        Option(metavar="COMMAND", help="Ask a judge about answers: 'python my_judge.py'"),
+    ] = None,
+    pairwise: Annotated[bool, Option("--pairwise", help="Show the judge two answers: which is better?")] = False,
+    scale: Annotated[
+        str | None, Option(metavar="LOW,HIGH", help="The judge's least and largest score", show_default="any number")
+    ] = None,
+    time_limit: Annotated[float, Option(metavar="S", help="Seconds without an answer of the judge")] = 600,
+) -> None:
+    """Ask a judge about every answer, and keep what it said in judgements.jsonl."""
+    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split
+    from perturbkv.pipeline.answers.judging import check as check_judge
+    from perturbkv.storage.answers_file import read_answers
+    from perturbkv.storage.judgements import Judge
+
+    known = ("judge", "pairwise", "seed", "scale", "time_limit")
+    session, path = _answers_session("quality-judge", "quality --judge", run, look, known)
+    _check_judge_options(run, pairwise)
+    asked = Judge(tuple(split(judge or "")), pairwise, run.seed, _scale(scale))
+    check_judge(asked, time_limit)
+    answers = read_answers(path)
+    said = session.output.path / FILE
+    session.output.claim(resumable(said), writer=said)
+    with session.claim([session.name]), Lock(said), console.progress("judgements") as bar:
+        judgements = ask_judge(
+            answers, asked, path=said, overwrite=run.overwrite, limit=time_limit, progress=bar.at
+        )  # fmt: skip
+        _show(session, _judged(answers, asked, judgements), answers)
+
+
+def _judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Result:
+    from perturbkv.analyses.quality.judge import judged, preferred
+
+    return preferred(answers, judge, judgements) if judge.pairwise else judged(answers, judge, judgements)
+
+
+def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
+    """Raise ConfigError for an option that was typed and makes no difference."""
+    if "seed" in run.typed and not pairwise:
+        msg = "--seed has no effect here: it needs --pairwise, whose order it draws; leave it out"
+        raise ConfigError(msg)
+    if "scale" in run.typed and pairwise:
+        msg = "--scale has no effect here: with --pairwise there are no scores; leave it out"
+        raise ConfigError(msg)
+
+
+def _scale(text: str | None) -> tuple[float, float] | None:
+    """Return the least and the largest score. Raises ConfigError for anything but two numbers."""
+    if text is None:
+        return None
+    ends = numbers("--scale", [text])
+    if len(ends) != 2:
+        msg = f"--scale takes the least and the largest score, such as 1,10; got '{text}'"
+        raise ConfigError(msg)
+    return ends[0], ends[1]
+
+
+_ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format", "columns", "explain")
+
+
+def _answers_session(
+    name: str, command: str, run: RunOptions, look: TracesOptions, known: tuple[str, ...]
+) -> tuple[Session, Path]:
+    """Return a session and the file of answers that it looks at. Raises ConfigError for none, or several."""
+    if len(look.paths) != 1:
+        msg = (
+            f"expected one file of answers for {command}, got {len(look.paths) or 'none'}; perturbkv generate writes "
+            "generation.jsonl"
+        )
+        raise ConfigError(msg)
+    option_refusals.check_file(command, run, look.paths[0], {*known, *_ANSWERS_OPTIONS})
+    path = look.paths[0]
+    return Session(name, OutputFolder(run.output or path.parent, run.overwrite), look, run.as_json), path
+
+
+def _show(session: Session, result: Result, answers: WrittenAnswers) -> None:
+    """Save and show a result of a file of answers."""
+    run = run_object(answers.run)
+    session.source = {"answers": answers.source, "answers_digest": answers.digest, "run": run}
+    session.save(result.plot(session.width_mm), result.identity, session.name)
+    session.show(result)
+
+
+def _quality() -> None:
+    """Score the answers from the full and the evicted caches.
+
+    --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
+    --divergence and --judge look at a file of answers that perturbkv generate wrote. A judge reads a JSON object per
+    line (id, prompt, texts) and writes one: the id with a `score`, or with --pairwise a `winner` (a, b or tie).
+    """
+
+
+_quality.__name__ = "quality"
+_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
+"""Options of measuring that seldom matter here."""
+quality = showing(budget=" ".join(_BUDGETS))(
+    hiding(*_HIDDEN)(
+        analysis_views(
+            _scores,
+            divergence=_divergence,
+            judge=_judge,
+            flags={
+                "divergence": Annotated[
+                    bool, Option("--divergence", help="Where answers of a file leave the full cache's")
+                ]
+            },
+            help=_quality,
+        )
+    )
+)
+
+
+@showing(budget=" ".join(_BUDGETS))
+@analysis
+def correlation(
+    run: RunOptions,
+    look: TracesOptions,
+    compare: Annotated[
+        str | None,
+        Option(metavar="NAMES", help="Methods: policy:selection,…", show_default="the trace's; else six"),
+    ] = None,
+    right: Annotated[float, Option(metavar="X", help="Full score above which a prompt counts")] = 0.0,
+    lost: Annotated[float, Option(metavar="X", help="Share of it below which an answer is lost")] = 0.5,
+    max_new_tokens: MaxNewTokensOption = None,
+) -> Analysis:
+    """Ask whether perturbation predicts a lost answer.
+
+    Its first step against the answer's score, one budget at a time; the prompts of several traces count together.
+    """
+    from perturbkv.analyses.correlation.lost_answers import Rule
+
+    Rule(right, lost)
+    names = None if compare is None else parse_methods(compare)
+    wanted = run.with_budgets(_BUDGETS)
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.correlation.correlation import correlation as analyse
+
+        return analyse(session.traces, only=names or (), right=right, lost=lost)
+
+    return Analysis(
+        "correlation", wanted, lambda: _correlation_configs(wanted, names, max_new_tokens), answer,
+        leave_out_unfit=not run.budget, generate=max_new_tokens,
+        asked={**look.asked, "trace": list(map(str, look.paths[1:])), "step": 0},
+    )  # fmt: skip
+
+
+def _correlation_configs(
+    run: RunOptions, names: list[str] | None, max_new_tokens: int | None
+) -> tuple[EvictionConfig, ...]:
+    """Return the methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
+    from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
+    from perturbkv.pipeline.answers.generation import check_asked
+
+    configs = run.configs(names or parse_methods(METHODS))
+    check_asked(configs, max_new_tokens, None)
+    most = max(map(len, ranked_together(configs).values()))
+    if most < LEAST_CONFIGS:
+        msg = f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"
+        raise ConfigError(msg)
+    return configs

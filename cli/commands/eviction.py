@@ -1,0 +1,293 @@
+"""Analyses of what eviction does to attention outputs; `ablation` has a module of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from perturbkv.cli.choices import (
+    DEFAULT_COMPARE,
+    METHODS,
+    check_choice,
+    name_with_distance,
+    parse_compare,
+    parse_methods,
+)
+from perturbkv.cli.command_line import hiding, showing, telling
+from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
+from perturbkv.cli.session import Analysis, Session, analysis
+from perturbkv.configs.entry_counts import Budget
+from perturbkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perturbkv.analyses.layers.layers import DriftSeries, LayerDrifts, SampleDrifts, SampleSeries
+    from perturbkv.analyses.result import Result
+
+DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
+_LONGEST_STEM = 150
+"""Characters of a figure's name, which file systems bound."""
+
+
+def _check_distance(distance: str) -> str:
+    from perturbkv.analyses.verdicts import DISTANCES
+
+    return check_choice("distance", distance, tuple(DISTANCES))
+
+
+@analysis
+def heads(
+    run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: DistanceOption = "l1"
+) -> Analysis:
+    """Compare selections head by head, isolated and propagated.
+
+    Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
+    """
+    names, distance = parse_compare(compare), _check_distance(distance)
+    name = name_with_distance("heads", distance)
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.heads.heads import compare_heads
+
+        result = compare_heads(session.trace, names[0], names[1:], step=look.step, distance=distance)
+        stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_LONGEST_STEM]
+        session.save(result.plot(session.width_mm), result.identity, stem)
+        return result
+
+    return Analysis(name, run, lambda: run.configs(names), answer, stems=[name])
+
+
+@showing(budget=" ".join(FRACTIONS))
+@analysis
+def layers(
+    run: RunOptions,
+    look: LookOptions,
+    compare: CompareOption = DEFAULT_COMPARE,
+    distance: DistanceOption = "l1",
+    per_sample: Annotated[bool, Option("--per-sample", help="Also the last layer's drift of every sample")] = False,
+    budgets: Annotated[bool, Option("--budgets", help="Also last-layer drift, KL and top-1 by budget")] = False,
+) -> Analysis:
+    """Follow the residual stream's drift from layer to layer.
+
+    Baseline against treatment (paper, figures 3, 5, 6).
+    """
+    names, distance = parse_compare(compare), _check_distance(distance)
+    wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
+    name = name_with_distance("layers", distance)
+
+    def answer(session: Session) -> tuple[list[Result], dict[str, Any]]:
+        from perturbkv.analyses.layers.budget_curves import budget_curves
+        from perturbkv.analyses.layers.layers import last_layer, layer_drift
+
+        def ask(question: Callable[..., Any]) -> Any:
+            return question(session.trace, names[0], names[1:], step=look.step, distance=distance)
+
+        drifts = ask(layer_drift)
+        _save_series(session, drifts, name)
+        results, document = [drifts], drifts.to_dict()
+        if per_sample:
+            samples = ask(last_layer)
+            _save_series(session, samples, f"{name}-samples")
+            results.append(samples)
+            document |= samples.to_dict()
+        if budgets:
+            curves = ask(budget_curves)
+            session.save(curves.plot(session.width_mm), curves.identity, f"{name}-budgets")
+            results.append(curves)
+            document["budgets"] = curves.to_dict()
+        return results, document
+
+    stems = [name, *[f"{name}-samples"] * per_sample, *[f"{name}-budgets"] * budgets]
+    return Analysis(
+        name, wanted, lambda: wanted.configs(names), answer, stems=stems, leave_out_unfit=not run.budget
+    )  # fmt: skip
+
+
+def _save_series(session: Session, result: LayerDrifts | SampleDrifts, stem: str) -> None:
+    """Save a figure of each series, numbered where there are several."""
+    members: Sequence[DriftSeries | SampleSeries] = result.members
+    for index, series in enumerate(members, 1):
+        name = stem if len(result) == 1 else f"{stem}-{index}-{series[0].treatment.selection.name}"
+        session.save(series.plot(session.width_mm), series.identity, name)
+
+
+@showing(budget=" ".join(FRACTIONS))
+@analysis
+def assumption(
+    run: RunOptions,
+    look: LookOptions,
+    selection: Annotated[str, Option(metavar="NAME", help="Selection whose stage 1 is looked at")] = "two-stage",
+) -> Analysis:
+    """Check Assumption 1 per head, in three readings of σ.
+
+    As the paper states it, as stage 1 holds it, and S (its figure 4).
+    """
+    wanted = run.with_budgets(FRACTIONS)
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.bounds.assumption import assumption as analyse
+
+        return analyse(session.trace, selection, look.step)
+
+    configs = lambda: wanted.configs([selection])  # noqa: E731
+    return Analysis("assumption", wanted, configs, answer, leave_out_unfit=not run.budget)
+
+
+_RANKED = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
+
+
+@showing(budget=" ".join(FRACTIONS))
+@analysis
+def bound_tightness(
+    run: RunOptions,
+    look: LookOptions,
+    selection: Annotated[str, Option(metavar="NAME", help="Selection in table and figures")] = "two-stage",
+    compare: Annotated[
+        str,
+        Option(
+            metavar="NAMES",
+            help="Selections to rank, separated by commas; a finished trace has its own",
+            show_default="all but hindsight-attention, position",
+        ),
+    ] = _RANKED,
+) -> Analysis:
+    """Measure how tight the bounds are, and if they rank.
+
+    L/θ, L/θ̂, θ/θ̂, θ̂/θ̂_relax, violations, and whether lower bounds mean lower L.
+    """
+    wanted, names = run.with_budgets(FRACTIONS), parse_compare(compare)
+    sides = names if selection in names else [*names, selection]
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.bounds.bound_tightness import bound_tightness as analyse
+
+        return analyse(session.trace, selection, look.step)
+
+    return Analysis(
+        "bound-tightness", wanted, lambda: wanted.configs(sides), answer,
+        figures={"plot": "", "plot_heads": "-heads"}, leave_out_unfit=not run.budget,
+    )  # fmt: skip
+
+
+_STEPS, _LEAST_STEPS = 32, 3
+
+
+@showing(steps=str(_STEPS))
+@analysis
+def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:
+    """Follow the perturbation over many decode steps.
+
+    Teacher-forced on the full cache's own text; does the error grow, and does one selection's lead last?
+    """
+    names = parse_compare(compare)
+    wanted = dataclasses.replace(run, steps=_STEPS if run.steps is None else run.steps)
+    if look.trace is None and wanted.step_count < _LEAST_STEPS:
+        msg = f"horizon needs at least {_LEAST_STEPS} decode steps, got --steps {wanted.step_count}"
+        raise ConfigError(msg)
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.horizon.horizon import horizon as analyse
+
+        return analyse(session.trace, names)
+
+    figures = {"plot": "", "plot_heads": "-heads"}
+    return Analysis("horizon", wanted, lambda: wanted.configs(names), answer, figures=figures)
+
+
+@showing(budget="a trace's first; 128")
+@hiding("precision", "preset", "step")
+@analysis
+def tokens(
+    run: RunOptions,
+    look: LookOptions,
+    sample: Annotated[str | None, Option(metavar="ID", help="Prompt", show_default="the first")] = None,
+    layer: Annotated[int | None, Option(metavar="N", help="Layer, from 0", show_default="any")] = None,
+    head: Annotated[
+        int | None, Option(metavar="N", help="Query head of it", show_default="the one that changes most")
+    ] = None,
+    compare: CompareOption = DEFAULT_COMPARE,
+    everything: Annotated[bool, Option("--all", help="The whole prompt, nothing folded")] = False,
+) -> Analysis:
+    """Show the words that a head keeps and evicts.
+
+    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each that add
+    most to the head's output. Without --head the one whose output the treatment changes most is shown.
+    """
+    names = parse_compare(compare)
+    if len(names) != 2:
+        msg = f"expected a baseline and a treatment in --compare, such as {DEFAULT_COMPARE}; got '{compare}'"
+        raise ConfigError(msg)
+    if len(run.budget or ()) > 1:
+        msg = f"expected one --budget, of both sides, got {len(run.budget or ())}; ask for each alone"
+        raise ConfigError(msg)
+    budget = Budget.parse(run.budget[0]).value if run.budget else None
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.tokens.tokens import tokens as analyse
+
+        return analyse(
+            session.trace, sample, layer, head, baseline=names[0], treatment=names[1], budget=budget,
+            everything=everything,
+        )  # fmt: skip
+
+    return Analysis("tokens", run, lambda: run.configs(names), answer, figures={}, writes=False)
+
+
+_LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
+_NEEDLE_STEPS = 8
+
+
+@showing(length=_LENGTHS[0], depth=_DEPTHS[0], steps=str(_NEEDLE_STEPS))
+@telling("depth", "haystack")
+@hiding("dataset", "data_dir", "step")
+@analysis
+def needle(
+    run: RunOptions,
+    look: LookOptions,
+    compare: Annotated[
+        str,
+        Option(
+            metavar="NAMES",
+            help="Methods: policy:selection,…",
+            show_default="attention and two-stage of snapkv, pyramidkv, adakv",
+        ),
+    ] = METHODS,
+    max_new_tokens: Annotated[int, Option(metavar="N", help="Tokens of an answer; the number has 7 digits")] = 12,
+) -> Analysis:
+    """Ask every cache for a number hidden in a long text.
+
+    One prompt per length and depth unless --samples asks for more. The answers are compared with the first step's
+    perturbation, and apart from it with the mean over all --steps, which nearly is the score.
+    """
+    wanted = _needle_run(run, max_new_tokens)
+
+    def answer(session: Session) -> Result:
+        from perturbkv.analyses.needle.needle import needle as analyse
+
+        return analyse(session.trace)
+
+    return Analysis(
+        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), answer, generate=max_new_tokens,
+        figures={"plot": "", "plot_digits": "-digits", "plot_depths": "-depths", "plot_correlation": "-correlation"},
+    )  # fmt: skip
+
+
+def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
+    """Return the run with needle's own defaults, where the user chose none. Raises ConfigError."""
+    if run.dataset != "needle":
+        msg = f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'"
+        raise ConfigError(msg)
+    if max_new_tokens < 1:
+        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
+        raise ConfigError(msg)
+    steps = _NEEDLE_STEPS if run.steps is None else run.steps
+    wanted = dataclasses.replace(run, length=run.length or _LENGTHS, depth=run.depth or _DEPTHS, steps=steps)
+    cells = len(wanted.lengths) * len(wanted.depths)
+    if run.samples is not None and run.samples < cells:
+        grid = f"{len(wanted.lengths)} lengths × {len(wanted.depths)} depths"
+        msg = f"{grid} need {cells} samples, got --samples {run.samples}"
+        raise ConfigError(msg)
+    return dataclasses.replace(wanted, samples=run.samples or cells)

@@ -1,0 +1,103 @@
+"""`perturbkv trace --head-scores PATH`: each head's attention on the answer's sentence, for the policy headkv."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+from perturbkv.cli import console, option_refusals
+from perturbkv.cli.options import RunOptions
+from perturbkv.cli.saving import new_file
+from perturbkv.errors import ConfigError
+
+_SHOWN = 10
+_SAMPLES, _LENGTH, _SEED = 8, 1000, 1
+_OPTIONS = frozenset({
+    "head_scores", "model", "revision", "dataset", "samples", "length", "haystack", "seed", "dtype", "device",
+    "overwrite", "as_json",
+})  # fmt: skip
+
+
+def measure_head_scores(run: RunOptions) -> None:
+    """Measure head scores on needle prompts, write them into the file of --head-scores, and show the highest.
+
+    As HeadKV's released detection: the model's own greedy answer, right answers only, a distractor beside the needle;
+    but on needle's prompts, so that scores are not those of the released files. Raises PerturbkvErrors.
+    """
+    output = _output(run)
+    samples = _SAMPLES if run.samples is None else run.samples
+    seed = run.seed if "seed" in run.typed else _SEED
+    with new_file(output, run.overwrite) as beside:
+        asked = (run.model, run.revision or "", samples, run.lengths or (_LENGTH,), run.haystack, seed)
+        layers, scores, right = _measure(*asked, run.dtype, run.device)
+        beside.write_text(_text(scores, layers))
+    rows = zip(layers, scores, strict=True)
+    ranked = sorted(((score, layer, head) for layer, row in rows for head, score in enumerate(row)), reverse=True)
+    if run.as_json:
+        names = {f"{layer}-{head}": score for score, layer, head in ranked}
+        document = {"model": run.model, "samples": samples, "right": right, "file": str(output), "scores": names}
+        console.print_json(document)
+        return
+    total = sum(score for score, _, _ in ranked) or 1.0
+    cells = [(f"{layer}-{head}", f"{score:.4f}", f"{100 * score / total:.1f} %") for score, layer, head in ranked]
+    console.table(f"{run.model}: heads that look at the answer", ["layer-head", "#score", "#of all"], cells[:_SHOWN])
+    console.say(
+        "Score: attention on the answer's sentence while the model answers, over tokens of sentence and answer; mean "
+        f"of the {right} of {samples} prompts that were answered right. All {len(ranked)} heads: {output}"
+    )
+
+
+def _output(run: RunOptions) -> Path:
+    """Return the file. Raises ConfigError for an option that makes no difference, and for an existing file."""
+    assert run.head_scores is not None
+    for name in sorted(run.typed - _OPTIONS):
+        msg = (
+            f"{option_refusals.spelled(name)} has no effect here: --head-scores needs --policy headkv to be read; "
+            "without it scores are measured, and no trace; leave one of them out"
+        )
+        raise ConfigError(msg)
+    if run.dataset != "needle":
+        msg = f"head scores are measured on needle's prompts; leave --dataset out, got '{run.dataset}'"
+        raise ConfigError(msg)
+    if run.head_scores.exists() and not run.overwrite:
+        msg = f"expected no file at {run.head_scores}, got one; --policy headkv reads it, --overwrite measures it again"
+        raise ConfigError(msg)
+    return run.head_scores
+
+
+def _measure(
+    model: str, revision: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
+) -> tuple[tuple[int, ...], list[list[float]], int]:
+    """Return the measured layers, a row of scores for each, and the number of prompts that were answered right."""
+    from perturbkv.datasets import dataset_registry as datasets
+    from perturbkv.datasets.encode import check_length, check_vocabulary, encode
+    from perturbkv.datasets.needle import distracted
+    from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
+    from perturbkv.pipeline.answers.answer_heads import Evidence
+    from perturbkv.pipeline.answers.answer_heads import head_scores as measured
+
+    place = pick_device(device)
+    files = open_model(model, seed, revision)
+    asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
+    template = bool(files.tokenizer.chat_template)
+    prompts = [
+        Evidence(encode(sample, files.tokenizer, chat_template=template, max_tokens=None), sentence)
+        for plain in datasets.load("needle", asked, files.tokenizer).samples
+        for sample, sentence in [distracted(plain, seed)]
+    ]
+    positions = int(files.config.max_position_embeddings)
+    asked_for = itertools.cycle([length for length in lengths for _ in asked.depths])
+    for one, length in zip(prompts, asked_for, strict=False):
+        check_vocabulary(one.prompt, int(files.config.vocab_size), files.name)
+        check_length(one.prompt, positions, len(one.prompt.answers[0]) + 1, length)
+    adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
+    with console.progress("prompts", len(prompts)) as bar:
+        found = measured(adapter, prompts, bar.one_more)
+    return adapter.layer_indices, found.scores.tolist(), found.right
+
+
+def _text(scores: list[list[float]], layers: tuple[int, ...]) -> str:
+    from perturbkv.scoring.head_scores import as_json
+
+    return as_json(scores, layers)

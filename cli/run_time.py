@@ -1,0 +1,94 @@
+"""The time that a run will take: its arithmetic over a rate measured in a moment, then what its samples took.
+
+The estimate counts multiplications of the prefill, of attention and of decoding, and adds the share that measuring took
+beside a prefill in docs/cost.md. It leaves out loading the weights and reading the data: right within a factor of two
+or so, which is why it is rounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from perturbkv.cli import console
+from perturbkv.configs.resources import Shape
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.run.plan import Plan
+    from perturbkv.pipeline.run.running import Progress
+
+_MEASURING = 1.3
+"""Measuring over a plain prefill, docs/cost.md: 1.1 for two configurations, 1.25 for 24."""
+_MOST_ROWS = 512
+_PROBE_S = 0.1
+_WORTH_A_NOTE_S = 10.0
+_DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (float("inf"), 86400.0, "days"))
+
+
+def estimate_seconds(planned: Plan) -> float:
+    """Return the seconds that all samples of a run take in one process on its device."""
+    run, shape = planned.run, Shape.of(planned.files.config, 1, 0)
+    parameters = planned.files.parameters()
+    lengths = [len(prompt.token_ids) for prompt in planned.prompts]
+    attention = 2 * (shape.layers + shape.sliding) * shape.heads * shape.d_head  # causal: half of QKᵀ and of AV
+    prefill = sum(2 * parameters * tokens + attention * tokens**2 for tokens in lengths)
+    caches = len(run.configs) + 1
+    decoded = len(lengths) * (run.steps + (run.generate or 0)) * caches
+    rate = {rows: _multiplications_per_second(planned, rows) for rows in {_MOST_ROWS, min(caches, _MOST_ROWS)}}
+    return _MEASURING * prefill / rate[_MOST_ROWS] + 2 * parameters * decoded / rate[min(caches, _MOST_ROWS)]
+
+
+def _multiplications_per_second(planned: Plan, rows: int) -> float:
+    """Return floating-point operations per second of a projection of the model, of so many rows at once."""
+    import torch
+
+    place, width = planned.placement, Shape.of(planned.files.config, 1, 0).d_model
+    inputs = torch.ones(rows, width, dtype=place.dtype, device=place.device)
+    weights = torch.ones(width, 4 * width, dtype=place.dtype, device=place.device)
+
+    def work() -> None:
+        inputs @ weights
+        if place.device.type == "cuda":
+            torch.cuda.synchronize(place.device)
+
+    work()
+    count, start = 0, time.perf_counter()
+    while (gone := time.perf_counter() - start) < _PROBE_S or count < 1:
+        work()
+        count += 1
+    return 2 * rows * width * 4 * width * count / gone
+
+
+def duration(seconds: float) -> str:
+    """Return a rounded duration: 'a few seconds', 'about 40 s', 'about 12 min', 'about 3 h'."""
+    if seconds < _WORTH_A_NOTE_S:
+        return "a few seconds"
+    unit, name = next((unit, name) for most, unit, name in _DURATIONS if seconds < most)
+    return f"about {float(f'{seconds / unit:.2g}'):g} {name}"
+
+
+def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a progress that prints how long the run takes: an estimate first, then what the first sample took.
+
+    The first sample's seconds hold loading the weights. A bar shows the time left itself; nothing is printed of what
+    takes less than ten seconds.
+    """
+    start, begun, printed = clock(), -1, console.err.is_terminal
+
+    def at(done: int, total: int) -> None:
+        nonlocal begun, printed, start
+        progress(done, total)
+        if begun < 0:
+            begun = done
+            seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
+            if seconds >= _WORTH_A_NOTE_S:
+                console.note(f"{total - done} samples take {duration(seconds)}, by a quick estimate")
+            start = clock()
+        elif done > begun and not printed:
+            printed = True
+            seconds = (clock() - start) / (done - begun) * (total - done)
+            if seconds >= _WORTH_A_NOTE_S:
+                console.note(f"{done} of {total} samples are done; the others take {duration(seconds)}")
+
+    return at

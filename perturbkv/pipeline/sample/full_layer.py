@@ -1,0 +1,84 @@
+"""One layer of a prompt's full cache: what every configuration's kept entries are taken from and compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxtyping import Float
+from torch import Tensor
+
+from perturbkv import theory
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.decoding import StepRecord
+from perturbkv.pipeline.sample.prefill import Prefill, Statistics
+from perturbkv.selection.kept_sets import Group
+from perturbkv.selection.resolved_config import ResolvedConfig
+
+
+@dataclass(frozen=True, eq=False)
+class FullLayer:
+    """A measured layer's entries, with what the prefill knows of it.
+
+    Attributes:
+        adapter: the model.
+        statistics: what the prefill knows of all layers.
+        index: which of the measured layers.
+        keys, values: the prompt's entries, then those decoded since.
+    """
+
+    adapter: Adapter
+    statistics: Statistics
+    index: int
+    keys: Float[Tensor, "kv_head key d_head"]
+    values: Float[Tensor, "kv_head key d_head"]
+
+    @classmethod
+    def of(cls, adapter: Adapter, before: Prefill, index: int) -> FullLayer:
+        """Return a layer of a prompt that was read, as its cache is now."""
+        cached = adapter.held(before.cache, index)
+        return cls(adapter, before.statistics, index, cached.keys[0], cached.values[0])
+
+    @property
+    def tokens(self) -> int:
+        """The number of the prompt's entries, n."""
+        return self.statistics.tokens
+
+    @property
+    def prompt_keys(self) -> Float[Tensor, "kv_head n d_head"]:
+        """Keys of the prompt's entries."""
+        return self.keys[:, : self.tokens]
+
+    @property
+    def prompt_values(self) -> Float[Tensor, "kv_head n d_head"]:
+        """Values of the prompt's entries."""
+        return self.values[:, : self.tokens]
+
+    @property
+    def projection(self) -> Float[Tensor, "d_model mixed"]:
+        """W_O."""
+        return self.adapter.output_projection(self.index)
+
+    @cached_property
+    def slices(self) -> Float[Tensor, "head d_head d_model"]:
+        """W_O^h of every head."""
+        return theory.head_slices(self.projection, self.adapter.heads)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the logits."""
+        return self.adapter.scale(self.index)
+
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """Logits of sinks in the softmax; None where there are none."""
+        return self.adapter.sinks(self.index)
+
+    def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
+        """Return A of a decode step over the entries that it sees, and the weight of each head's sink."""
+        return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
+
+    def groups(self, configs: Sequence[ResolvedConfig], realised: Tensor | None = None) -> list[Group]:
+        """Return what configurations keep of the prompt; `realised` is A of the first decode step, where known."""
+        return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)

@@ -1,0 +1,102 @@
+"""One prompt of a run: read once, and decoded from its full cache, which every configuration is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from jaxtyping import Int
+from torch import Tensor
+
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answers.generation import end_tokens
+from perturbkv.pipeline.progress import phase
+from perturbkv.pipeline.sample.decoding import StepRecord, decode_full, steps_of_text
+from perturbkv.pipeline.sample.full_layer import FullLayer
+from perturbkv.pipeline.sample.prefill import Prefill, prefill
+from perturbkv.pipeline.variants.presses import KeptMasks, sources
+from perturbkv.selection.resolved_config import ResolvedRun
+
+
+@dataclass(frozen=True, eq=False)
+class FullRun:
+    """Decode steps from the full cache, as far as the text goes.
+
+    Attributes:
+        steps: records of them.
+        tokens: the tokens that they decode, the first of them the greedy choice after the prompt.
+        rows: identical rows of the batch that they were decoded in.
+    """
+
+    steps: list[StepRecord]
+    tokens: Int[Tensor, " step"]
+    rows: int
+
+
+def full_run(adapter: Adapter, before: Prefill, question: Sequence[int], steps: int, rows: int) -> FullRun:
+    """Decode the question and at most `steps` steps from the full cache, which grows by all of them."""
+    with phase("reference"):
+        records, tokens = decode_full(adapter, before, question, steps, rows)
+        measured = steps_of_text(tokens, end_tokens(adapter))
+        return FullRun(records[:measured], tokens[:measured], rows)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRun:
+    """A prompt that was read and decoded from its full cache.
+
+    Attributes:
+        adapter: the model.
+        run: what is measured.
+        resources: memory and kernels.
+        prompt: what is read.
+        prefill: its full cache and the statistics of its context.
+        full: the reference.
+    """
+
+    adapter: Adapter
+    run: ResolvedRun
+    resources: Resources
+    prompt: Prompt
+    prefill: Prefill
+    full: FullRun
+
+    @classmethod
+    def read(
+        cls,
+        adapter: Adapter,
+        prompt: Prompt,
+        run: ResolvedRun,
+        resources: Resources,
+        rows: int,
+        masks: KeptMasks = MappingProxyType({}),
+    ) -> SampleRun:
+        """Read a prompt and decode the reference in a batch of `rows`; `masks` are kept sets from outside.
+
+        Raises what `sources` raises, and DatasetError for a prompt that the scenario cannot take apart.
+        """
+        context, question = prompt.parts(run.scenario)
+        before = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
+        return cls(adapter, run, resources, prompt, before, full_run(adapter, before, question, run.steps, rows))
+
+    @property
+    def context(self) -> Sequence[int]:
+        """Tokens that are compressed."""
+        return self.prompt.parts(self.run.scenario)[0]
+
+    @property
+    def question(self) -> Sequence[int]:
+        """Tokens that are read over the compressed cache."""
+        return self.prompt.parts(self.run.scenario)[1]
+
+    @property
+    def tokens(self) -> int:
+        """The number of entries that are compressed, n."""
+        return self.prefill.statistics.tokens
+
+    def layer(self, index: int) -> FullLayer:
+        """Return one of the measured layers."""
+        return FullLayer.of(self.adapter, self.prefill, index)
