@@ -147,7 +147,7 @@ def _unstaged(measured: Measurements, own: Axis) -> NDArray[np.int64]:
 class Cliffs(Sequenced[Cliff], Result):
     """The cliffs of every method of a run; a sequence of them."""
 
-    SECTION = "cliff"
+    SECTION = "budget --cliff"
     SHOWN = ("threshold", "budget", "cache_share", "megabytes", "over_first")
     FIRST = "method"
 

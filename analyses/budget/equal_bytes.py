@@ -233,7 +233,7 @@ class EqualBytes(Result):
         step: decode step of perturbation and KL.
     """
 
-    SECTION = "bytes"
+    SECTION = "budget --bytes"
     SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
 
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")

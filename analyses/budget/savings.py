@@ -130,7 +130,7 @@ class PairSavings(Result):
 class Savings(Several[PairSavings]):
     """The savings of every treatment and setting: a sequence of `PairSavings`."""
 
-    SECTION = "savings"
+    SECTION = "budget --savings"
 
     members: tuple[PairSavings, ...] = column("one per treatment and setting", key="savings")
     identity: RunIdentity

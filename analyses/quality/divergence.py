@@ -33,7 +33,7 @@ ANALYSIS = "divergence"
 class Divergence(Result):
     """Every configuration's answers beside the full cache's."""
 
-    SECTION = "divergence"
+    SECTION = "quality --divergence"
     DOCUMENT = "about answers"
     SHOWN = ("cache_share", "equal_share", "median_first_difference", "mean_rouge_l", "kl", "same_token")
 

@@ -100,7 +100,7 @@ class Judged(Result):
         judgements: with the judge's comments.
     """
 
-    SECTION = "judge"
+    SECTION = "quality --judge"
     DOCUMENT = "about answers"
     SHOWN = ("cache_share", "mean", "shown_drop")
     FIRST = "cache"
@@ -278,7 +278,7 @@ class Preferences(Result):
         judgements: with the judge's comments.
     """
 
-    SECTION = "judge --pairwise"
+    SECTION = "quality --judge --pairwise"
     DOCUMENT = "about answers"
     SHOWN = ("cache_share", "wins", "ties", "losses")
 

@@ -96,7 +96,7 @@ class Quality(Result):
     """
 
     SECTION = "quality"
-    DOCUMENT = "of several traces"
+    DOCUMENT = "of scores"
     SHOWN = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
     FIRST = "method"
 

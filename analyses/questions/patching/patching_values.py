@@ -85,8 +85,8 @@ class MixtureOutcomes:
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
     """Return by how much outcomes (…, sample) differ from the baseline's (sample,), with intervals over samples.
 
-    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1, and
-    has the interval of one. Of scores the mean difference. NaN where the baseline's sum is 0.
+    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1, exactly 0
+    where nothing differs, and has the interval of one. Of scores the mean difference. NaN where the baseline's sum is 0.
     """
     samples, scored = len(baseline), outcome == "score"
     flat = differences.reshape(-1, samples)
@@ -95,7 +95,7 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         if scored:
             return np.asarray(weights @ flat.T)
         below = weights @ baseline
-        return np.asarray((weights @ (baseline + flat).T) / np.where(below == 0, np.nan, below)[:, None])
+        return np.asarray(1 + (weights @ flat.T) / np.where(below == 0, np.nan, below)[:, None])
 
     value = statistic(np.full((1, samples), 1 / samples))[0].reshape(differences.shape[:-1])
     ends = intervals.band(statistic, samples, difference_of(1) if scored else RATIO)
