@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ingredients import BASELINE, Setting, left_out, settings
 from perturbkv.analyses.columns import column, record
-from perturbkv.analyses.outcomes import SettingsResult, by_head
+from perturbkv.analyses.outcomes import SettingsResult, head_rows
 from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.text import (
     ALIKE,
@@ -95,7 +95,7 @@ class Ablation(SettingsResult):
             for setting in self.settings
             for part in ("rows", "brings")
             for row in getattr(setting, part)
-            for head in by_head(row, part=part, name=row.name, alpha=row.alpha)
+            for head in head_rows(row, part=part, name=row.name, alpha=row.alpha)
         ]
 
     def cases(self, name: str, part: str = "rows") -> list[Case]:
@@ -143,7 +143,7 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
         >>> pk.ablation(trace).settings[0].rows[0].isolated.baseline_mean.shape
         (2, 2)
     """
-    return Ablation.of(trace, settings(trace, step), step, left_out=left_out(trace.run))
+    return Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out(trace.run))
 
 
 def _about(name: str, setting: Setting) -> list[str]:

@@ -8,7 +8,7 @@ from perturbkv.analyses.ablation.methods import controls_of_others
 from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, fields_of
+from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
 from perturbkv.analyses.pairing import Pair, order, setting_name
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.configs.alpha_table import AlphaTable
@@ -153,7 +153,7 @@ def _alpha(config: EvictionConfig) -> Alpha:
 
 def _setting(trace: Trace, members: _Members, step: int) -> Setting:
     def compare(name: str, alpha: Alpha, without: EvictionConfig, added: EvictionConfig) -> Row:
-        return Row(**fields_of(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
+        return Row(**field_values(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
 
     ranks = {name: rank for rank, name in enumerate(INGREDIENTS)}
     rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: ranks[key[0]])

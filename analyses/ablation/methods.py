@@ -11,7 +11,7 @@ from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, by_head, divergence
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.pairing import apart, common, matches
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.analyses.stats.intervals import Scalar
@@ -219,14 +219,12 @@ def _setting(
 ) -> MethodSetting:
     methods = [one for one in _methods(group, baseline) if not only or any(matches(one, name) for name in only)]
     rows = [
-        Row.of(trace, ANALYSIS, baseline, one, step, controls=_controls(trace, baseline, one, group, step))
+        Row.compare(trace, ANALYSIS, baseline, one, step, controls=_controls(trace, baseline, one, group, step))
         for one in methods
     ]
-    kl = divergence(trace, ANALYSIS, baseline, step)
     return MethodSetting(
         baseline=baseline,
-        kl_median=kl.median,
-        kl_median_interval=kl.interval,
+        **next_token_kl(trace, ANALYSIS, baseline, step),
         controls=_controls(trace, baseline, baseline, group, step),
         rows=tuple(sorted(_distinct(rows), key=lambda row: row.propagated.sum_ratio)),
         identity=identity(trace, group, step),
@@ -303,7 +301,7 @@ class MethodRanking(SettingsResult):
 
         `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
-        return [head for setting in self.settings for row in setting.rows for head in by_head(row, name=row.name)]
+        return [head for setting in self.settings for row in setting.rows for head in head_rows(row, name=row.name)]
 
 
 _WORDS = {
@@ -342,4 +340,4 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRank
             names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
             msg = f"expected {name} among the trace's methods, got a trace of {names}"
             raise TraceError(msg)
-    return MethodRanking.of(trace, settings(trace, step, only), step)
+    return MethodRanking.from_settings(trace, settings(trace, step, only), step)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, by_head, divergence
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.pairing import common
 from perturbkv.analyses.pairing import settings as alike
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
@@ -94,12 +94,10 @@ def _rank(config: EvictionConfig) -> tuple[int, int, str]:
 
 def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
     treatments = sorted((config for config in group if config != baseline), key=_rank)
-    kl = divergence(trace, ANALYSIS, baseline, step)
     return RestrictionSetting(
         baseline=baseline,
-        kl_median=kl.median,
-        kl_median_interval=kl.interval,
-        rows=tuple(Row.of(trace, ANALYSIS, baseline, config, step) for config in treatments),
+        **next_token_kl(trace, ANALYSIS, baseline, step),
+        rows=tuple(Row.compare(trace, ANALYSIS, baseline, config, step) for config in treatments),
         identity=identity(trace, [baseline, *treatments], step),
     )
 
@@ -164,7 +162,7 @@ class Restriction(SettingsResult):
         one. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         rows = [row for setting in self.settings for row in setting.rows]
-        return [head for row in rows for head in by_head(row, name=row.name, held=row.held[1])]
+        return [head for row in rows for head in head_rows(row, name=row.name, held=row.held[1])]
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:
@@ -186,4 +184,4 @@ def restriction(trace: Trace, step: int = 0) -> Restriction:
         >>> [row.name for row in pk.restriction(trace).settings[0].rows]
         ['kv(block=16)', 'layer', 'query']
     """
-    return Restriction.of(trace, settings(trace, step), step)
+    return Restriction.from_settings(trace, settings(trace, step), step)

@@ -181,10 +181,6 @@ class Audit(Result):
         """Return a line per prompt, situation and row."""
         return [Line(run.name, (run,)) for run in self.runs]
 
-    def tables(self) -> Sequence[Part]:
-        """Return the table, where anything was run."""
-        return [self.table()] if self.runs else []
-
     def interval_note(self) -> str:
         """Return nothing: no number is a mean over samples."""
         return ""

@@ -161,7 +161,7 @@ class BoundTightness(Result):
 
     def plot_heads(self, width_mm: float = 174) -> Figure:
         """Return maps of L/θ, layer × head, a panel per budget."""
-        return self._drawn("BoundTightness.plot_heads", width_mm)
+        return self._draw("BoundTightness.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, Tightness]]:
         names = short_names([config.config for config in self.shown])

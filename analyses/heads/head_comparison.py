@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, prefill_seconds
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
 from perturbkv.analyses.pairing import OfPair
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
@@ -106,8 +106,8 @@ class HeadKind(Record):
         return float(self.treatment_mean.mean())
 
     def case(self, name: str = "") -> Case:
-        """Return the sum's ratio as a case of a comparison; it is tied where every head is."""
-        return Case(name, self.sum_ratio, self.sum_ratio_interval, self.tied == self.verdict.size)
+        """Return the sum's ratio as a case of a comparison, tied where every head ties in every sample."""
+        return Case(name, self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
 
     def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
         """Yield a row per layer and head: labels, both sides' means over samples, their noise floor, the verdict."""
@@ -298,7 +298,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
     sides = (measured.index(baseline), measured.index(treatment))
     flagged = measured["sigma_stage1"][:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = measured["retained_mass"].mean(axis=(0, 2, 3))
-    shares, (seconds, full) = measured.cache_shares, prefill_seconds(measured.trace)
+    shares, (seconds, full) = measured.cache_shares, measured.prefill_seconds
     kinds = [_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
     return HeadComparison(
         baseline=baseline,

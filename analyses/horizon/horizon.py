@@ -36,10 +36,10 @@ from perturbkv.analyses.pairing import Pair, common, counted, of_selection, shor
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
-    contests,
     extremes,
     factor,
     interval_verdict,
+    pairs_by_sides,
     sample_note,
     sentence,
     tally,
@@ -152,7 +152,7 @@ class Horizon(Result):
 
     def plot_heads(self, width_mm: float = 174) -> Figure:
         """Return maps of each head's growth, layer × head."""
-        return self._drawn("Horizon.plot_heads", width_mm)
+        return self._draw("Horizon.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, ConfigHorizon]]:
         names = [name or "evicted" for name in short_names(self.identity.configs)]
@@ -164,7 +164,7 @@ class Horizon(Result):
     def _advantage(self) -> list[str]:
         """Return whether treatments perturb less in the first third of the steps, and in the last."""
         clauses = []
-        for (baseline, treatment), named in contests(self._pairs()).items():
+        for (baseline, treatment), named in pairs_by_sides(self._pairs()).items():
             first, last = zip(*(self.advantages[index].cases(name) for index, name in named), strict=True)
             where = f" in the first third of {self.steps} decode steps"
             clauses += [comparison(treatment, baseline, first, where)]

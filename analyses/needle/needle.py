@@ -130,15 +130,15 @@ class Needle(Result):
 
     def plot_digits(self, width_mm: float = 174) -> Figure:
         """Return maps of the share of leading digits that are right, length × depth, one per method."""
-        return self._drawn("Needle.plot_digits", width_mm)
+        return self._draw("Needle.plot_digits", width_mm)
 
     def plot_depths(self, width_mm: float = 174) -> Figure:
         """Return both shares by depth, over all lengths."""
-        return self._drawn("Needle.plot_depths", width_mm)
+        return self._draw("Needle.plot_depths", width_mm)
 
     def plot_correlation(self, width_mm: float = 174) -> Figure:
         """Return the rank correlation of every measure with both outcomes."""
-        return self._drawn("Needle.plot_correlation", width_mm)
+        return self._draw("Needle.plot_correlation", width_mm)
 
     def _names(self) -> list[str]:
         return [name or "evicted" for name in short_names(self.identity.configs)]

@@ -265,7 +265,7 @@ def measures(measured: Measurements) -> dict[str, Floats]:
         "drift_all": _mean_over_steps(drift, steps),
         "propagated_all": _mean_over_steps(moved, steps),
     }
-    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.alike_first_steps(trace, later)}
+    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.equalise_identical_runs(trace, later)}
 
 
 def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:

@@ -223,9 +223,9 @@ class Tokens(Result):
         """Return a line per head that changes most, or the head that was given."""
         return [Line(head.name, (head,)) for head in self.heads or (self.shown,)]
 
-    def tables(self) -> Sequence[Part]:
-        """Return the heads that change most, and the prompt with the fate of its tokens."""
-        return [self.table(), self._legend(), self._passage()]
+    def body(self) -> list[Part]:
+        """Return the table of heads, and the prompt with the fate of its tokens."""
+        return [self.table(), self._legend(), self._prompt_passage()]
 
     def interval_note(self) -> str:
         """Return nothing: the numbers are of one sample."""
@@ -265,7 +265,7 @@ class Tokens(Result):
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
 
-    def _passage(self) -> Passage:
+    def _prompt_passage(self) -> Passage:
         """Return the prompt, long parts in which nothing differs folded."""
         differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
         spans: list[Span] = []

@@ -22,7 +22,7 @@ from perturbkv.analyses import pairing
 from perturbkv.analyses.heads.head_comparison import perturbed
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.json_values import config_of
-from perturbkv.analyses.measurements import Floats, Measurements, held_shares
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Scalar, share_of
 from perturbkv.figures import style
@@ -208,7 +208,7 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     full = config < 0
     score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
                      for name in ("score", "digits"))  # fmt: skip
-    cells = ["1.00" if full else number(float(held_shares(trace, "needle")[config]))]
+    cells = ["1.00" if full else number(float(Measurements(trace, "needle").cache_shares[config]))]
     cells += [shown(score, intervals.of_samples(score > 0))]
     cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_of(0))) for chosen in zones.values()]
     if full:

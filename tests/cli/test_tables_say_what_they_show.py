@@ -35,7 +35,7 @@ def said(shown: Callable[..., None], *results: object) -> str:
 
 def told_by(result: Result) -> str:
     """All that a result says of itself, likewise."""
-    return " ".join(as_text([result.conclusion(), *result.tables(), result.notes()], width=200).split())
+    return " ".join(as_text([result.conclusion(), *result.body(), result.notes()], width=200).split())
 
 
 def test_ranks_of_methods_stand_beside_their_cache_shares() -> None:

@@ -299,7 +299,7 @@ def sums(measured: Measurements) -> dict[Measure, Floats]:
     Raises as `head_comparison.with_floor`.
     """
     moved = {f"{kind} {name}": with_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
-    equal = measurements.alike_first_steps(measured.trace, moved)
+    equal = measurements.equalise_identical_runs(measured.trace, moved)
     return {(kind, name): equal[f"{kind} {name}"] for kind, name in MEASURES}
 
 
@@ -405,7 +405,7 @@ def each_prompt(
         moved: `sums` of the latter.
         indices: the configurations.
     """
-    lost = measurements.alike_first_steps(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
+    lost = measurements.equalise_identical_runs(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
     each: dict[tuple[str, Measure], Floats] = {
         (KL, measure): spearman(moved[measure][:, indices].T, lost.T) for measure in MEASURES
     }
