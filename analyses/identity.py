@@ -102,7 +102,7 @@ class RunIdentity:
         ]
 
     def _configurations(self) -> str:
-        """Return the shared choices, then the distinct ones; sides before settings where each side has every setting."""
+        """Return the shared choices, then the distinct ones: sides and settings where each side has every setting."""
         distinct = apart(self.configs)
         sides, settings = ([_join_words(words, of_side) for words in distinct] for of_side in (True, False))
         parts = [list(dict.fromkeys(part)) for part in (sides, settings)]

@@ -43,7 +43,7 @@ from perturbkv.analyses.correlation.method_identity import (
 from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
 from perturbkv.analyses.json_values import columns_of, json_value
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import LEAST_CONFIGS, counted, matches, ranked_together
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups, counted, matches
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.intervals import LEAST, Estimate
 from perturbkv.analyses.text import interval_verdict, sentence
@@ -281,7 +281,7 @@ def correlation(
     rule, bins = Rule(right, lost), check_bins(bins)
     chosen = [_of_methods(trace, only) for trace in as_traces(traces)]
     prompts = pooled(chosen, rule)
-    groups = ranked_together(prompts.configs)
+    groups = comparable_groups(prompts.configs)
     settings = marked(
         [setting(prompts, name, group, rule, bins) for name, group in groups.items() if len(group) >= LEAST_CONFIGS]
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
@@ -49,6 +49,14 @@ _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 class _LayerTable(ABC):
     """The conclusion, the title and the lines of drifts after the last layer, of one series or of all."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "cache_share",
+        "baseline_median",
+        "treatment_median",
+        "mean_ratio",
+        "layer_counts",
+    )
 
     @abstractmethod
     def _drifts(self) -> Sequence[LayerDrift]:
@@ -99,8 +107,6 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
         members: one per budget.
         identity: of the run, with the configurations shown.
     """
-
-    SHOWN = ("cache_share", "baseline_median", "treatment_median", "mean_ratio", "layer_counts")
 
     members: tuple[LayerDrift, ...] = column("one per budget", key="drifts")
     identity: RunIdentity
@@ -213,6 +219,8 @@ def _joint_identity(trace: Trace, series: Sequence[Sequence[Pair]], step: int) -
 class _SampleTable(ABC):
     """The conclusion, the title and the lines of single samples' drifts, of one series or of all."""
 
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
+
     @abstractmethod
     def _drifts(self) -> Sequence[LastLayer]:
         """Return the drifts, one per pair of configurations."""
@@ -256,8 +264,6 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
         members: one per budget, smallest first.
         identity: of the run, with the configurations shown.
     """
-
-    SHOWN = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
 
     members: tuple[LastLayer, ...] = column("one per budget", key="per_sample")
     identity: RunIdentity

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, Scalar, share_of
@@ -279,7 +279,7 @@ def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> Retri
     answered = measured["score_full"] == 1
     outcomes = {name: measured[name][answered] for name in OUTCOMES}
     answered_measures = {name: array[answered] for name, array in by_measure.items()}
-    run, budgets = measured.trace.run, ranked_together(measured.trace.run.configs)
+    run, budgets = measured.trace.run, comparable_groups(measured.trace.run.configs)
     return RetrievalCorrelations(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),

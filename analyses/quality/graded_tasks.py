@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, scores
-from perturbkv.analyses.multi_trace import check_once
+from perturbkv.analyses.multi_trace import check_no_duplicate_prompts
 from perturbkv.analyses.pairing import counted
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import METRICS, RunConfig
@@ -272,7 +272,7 @@ def _check_distinct(traces: Sequence[Trace]) -> None:
             )
             raise TraceError(msg)
         seen[trace.run.dataset] = trace
-    check_once(traces, _called)
+    check_no_duplicate_prompts(traces, _called)
 
 
 def _called(trace: Trace) -> str:

@@ -13,7 +13,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import APART, counted, pairs, ranked_together, short_names
+from perturbkv.analyses.pairing import APART, comparable_groups, counted, pairs, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, left_out, shared, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -287,7 +287,7 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     configs = shared(graded)
     partial = left_out(graded, configs)
     chosen = _pairs(graded[0].run, configs, baseline, treatment)
-    compared, datasets = Comparison(configs, chosen, ranked_together(configs)), tasks(graded, configs)
+    compared, datasets = Comparison(configs, chosen, comparable_groups(configs)), tasks(graded, configs)
     return Quality(
         identity=_identity(graded, configs),
         configs=configs,

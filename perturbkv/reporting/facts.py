@@ -43,7 +43,7 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     told = {
         "Model": run.model,
         "Weights": run.weights,
-        "Layers": f"{run.measured_layers} measured" if run.measured else "",
+        "Layers": f"{run.measured_layers} measured" if run.measured_layers else "",
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
         "Samples": counted(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
