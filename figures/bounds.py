@@ -68,7 +68,7 @@ def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tup
     A setting under the last panel has its configuration's name.
     """
     shown = [config.config for config in configs]
-    firsts = budgets([agreement.telling for agreement in ranked], "selection")
+    firsts = budgets([agreement.most_specific for agreement in ranked], "selection")
     own = budgets(shown)
     if labels.key_fits(own) and labels.key_fits(firsts):
         return labels.key_names(own, False), labels.key_names(firsts, False).ticks
@@ -211,7 +211,7 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
                 _correlation(axes, index, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), names)
-    _name_budgets(axes, [agreement.telling for agreement in ranked])
+    _name_budgets(axes, [agreement.most_specific for agreement in ranked])
     axes.set_ylabel("Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
     low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line

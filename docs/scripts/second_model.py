@@ -19,7 +19,7 @@ from second_figure import draw
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
 from perturbkv.analyses import pairing
-from perturbkv.analyses.heads.head_comparison import perturbed
+from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.json_values import config_of
 from perturbkv.analyses.measurements import Floats, Measurements
@@ -156,7 +156,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
     for one in compare_heads(trace, "attention", "two-stage"):
         pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
         for kind in KINDS:
-            both, _ = perturbed(Measurements(trace, "heads"), kind, "l1", pair)
+            both, _ = compared_perturbation(Measurements(trace, "heads"), kind, "l1", pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
                 found.setdefault((pairing.setting_name(one.baseline), name), []).append(over(*sums))

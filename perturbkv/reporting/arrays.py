@@ -198,7 +198,9 @@ def _drift(made: Measured, blocks: Blocks, same: Same | None) -> None:
 def _floor(trace: Trace, measure: Measure) -> Floats:
     """Return the mean noise floor (layer, head) of a perturbation."""
     measured = Measurements(trace, "report")
-    return np.asarray(head_comparison.with_floor(measured, measure.source, measure.distance)[1].mean(axis=0))
+    return np.asarray(
+        head_comparison.perturbation_and_floor(measured, measure.source, measure.distance)[1].mean(axis=0)
+    )
 
 
 def put_steps(made: Measured, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:

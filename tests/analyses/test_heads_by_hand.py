@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
+from perturbkv.analyses.heads.head_comparison import HeadComparison, compare_kind, summarise
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.stats.intervals import Interval
@@ -338,3 +338,13 @@ def test_cosines_that_lie_further_apart_than_their_noise_are_decided() -> None:
     baseline, treatment, floor = (np.array([1 - np.cos(angle)]) for angle in (0.3, 0.29, 1e-3))
     assert verdicts(baseline, treatment, floor, "cosine") == 1
     assert verdicts(treatment, baseline, floor, "cosine") == -1
+
+
+def test_a_sum_is_tied_only_where_every_head_ties_in_every_sample() -> None:
+    """Two samples that differ by as much in either direction have equal means and are no tie; rounding is."""
+    floor, norm, flagged = np.full((2, 1, 1), 1e-3), np.ones((2, 1, 1)), np.zeros((1, 1), dtype=bool)
+    baseline = np.full((2, 1, 1), 1.0)
+    opposite = compare_kind(baseline, baseline + np.array([0.5, -0.5])[:, None, None], floor, norm, flagged)
+    rounded = compare_kind(baseline, baseline + 1e-3, floor, norm, flagged)
+    assert (opposite.tied, opposite.case().tied) == (1, False)
+    assert (rounded.tied, rounded.case().tied) == (1, True)

@@ -91,6 +91,16 @@ def test_layers_and_samples_say_what_their_caches_hold_and_in_how_many_of_them_d
         assert [row[counts] for row in cells] == [getattr(record, counts) for record in numbers]
 
 
+def test_several_results_of_one_command_say_once_how_many_samples_there_are() -> None:
+    for samples, note in ((7, "n = 7 samples; in brackets"), (3, "n = 3 samples, too few for intervals")):
+        trace = made(samples=samples)
+        results = [layers.layer_drift(trace), layers.last_layer(trace), budget_curves.budget_curves(trace)]
+        shown = said(console.result, results, "title")
+        assert shown.count(note) == 1
+        whole = max((result.interval_note() for result in results), key=len)
+        assert " ".join(whole.split()) in shown
+
+
 def test_the_ablation_has_intervals_everywhere() -> None:
     result = ablation.ablation(made(samples=5))
     results, told = result.settings, told_by(result)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import with_floor
+from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, next_token_kl
@@ -67,7 +67,7 @@ def parts(measured: Measurements, config: EvictionConfig) -> Parts:
     Raises TraceError for what the trace lacks.
     """
     index = measured.index(config)
-    loss, floor = with_floor(measured, "isolated", "l1")
+    loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     mass = 1 - measured["retained_mass"][:, index]
     there = (mass > WHOLE) & (loss[:, index] > floor)
     logs = (np.log(np.where(there, part, np.nan)) for part in (loss[:, index], mass))
