@@ -1,4 +1,4 @@
-"""Cost of kept sets that all heads of a layer share, and of whole blocks, as an engine's block table has them."""
+"""Costs of kept sets that all heads of a layer share, and of whole blocks, as an engine's block table has them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RestrictionSetting(OutcomeSetting):
 
 
 def restriction_of(config: EvictionConfig) -> str:
-    """Return what a configuration's kept sets are restricted to, as it is written."""
+    """Return the restriction of a configuration's kept sets as text: `layer(block=16)`."""
     return str(config.granularity.without(["reduce", "product"]))
 
 
@@ -114,7 +114,7 @@ class Restriction(SettingsResult):
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
     def conclusion(self) -> str:
-        """Return by how much more restricted kept sets perturb; a set per query head is no restriction."""
+        """Return by how much more restricted kept sets perturb, without sets per query head."""
         cases = self.cases()
         if not cases:
             return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
@@ -131,17 +131,17 @@ class Restriction(SettingsResult):
         ]
 
     def title(self) -> str:
-        """Return what the ratios are over, and of a single setting its choices."""
+        """Return the baseline, and the choices of a single setting."""
         where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return which rows are no equal comparison."""
+        """Return the rows whose cache is larger."""
         wider = any(row.wider for setting in self.settings for row in setting.rows)
         return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
 
     def details(self) -> Sequence[Part]:
-        """Return the median head's ratios, and how blocks, ties and floors are to be read."""
+        """Return the median head's ratios, and the definitions of blocks, ties and floors."""
         kind = self.settings[0].rows[0].propagated
         return [
             table("propagated L1: the median head", self.lines(), ("median_ratio", "better_share"), self.FIRST),
@@ -152,7 +152,7 @@ class Restriction(SettingsResult):
         ]  # fmt: skip
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals, those of medians included."""
+        """Return the note on n and intervals, those of medians included."""
         return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:

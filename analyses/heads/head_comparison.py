@@ -99,7 +99,7 @@ class HeadKind(Record):
 
     @derived(key="treatment_mean")
     def treatment_overall(self) -> float:
-        """The same of the treatment."""
+        """Mean over heads and samples of the treatment."""
         return float(self.treatment_mean.mean())
 
     def case(self, name: str = "") -> Case:
@@ -263,17 +263,17 @@ class HeadComparison(OfPair, Record):
 
     @derived(unit="s")
     def prefill_seconds_baseline(self) -> float | None:
-        """Of the baseline's own prefill, mean over samples; null: it has none."""
+        """Duration of the baseline's own prefill, mean over samples; null where it has none."""
         return self.prefill_seconds[0]
 
     @derived(unit="s", heading="#prefill\ns")
     def prefill_seconds_treatment(self) -> float | None:
-        """The same of the treatment."""
+        """Duration of the treatment's own prefill, mean over samples; null where it has none."""
         return self.prefill_seconds[1]
 
     @derived(unit="s")
     def prefill_seconds_full(self) -> float | None:
-        """Of the full prefill beside these; null: no configuration of the trace has its own."""
+        """Duration of the full prefill; null where no configuration of the trace has a prefill of its own."""
         return self.prefill_seconds[2]
 
 
