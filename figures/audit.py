@@ -28,15 +28,17 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
         kept, far = figure.subplots(*shape)
         _kept_share(figure, kept, result)
         _distance(far, result)
-        style.title(figure, f"{line(result.trace.eviction)}: {result.verdict}")
-        style.foot(figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head")
+        style.set_title(figure, f"{line(result.trace.eviction)}: {result.verdict}")
+        style.draw_foot(
+            figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head"
+        )
     return figure
 
 
 def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
     shares = result.kept_share(_BINS)
     if np.isnan(shares).all():
-        style.note(axes, "no kept sets were found", middle=True)
+        style.draw_note(axes, "no kept sets were found", middle=True)
         axes.set_axis_off()
         return
     drawn = axes.imshow(
@@ -52,7 +54,7 @@ def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
 def _distance(axes: Axes, result: Audit) -> None:
     by_situation = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
     if not by_situation:
-        style.note(axes, "no layer was seen while it decoded", middle=True)
+        style.draw_note(axes, "no layer was seen while it decoded", middle=True)
         axes.set_axis_off()
         return
     for (name, floors), colour in zip(by_situation.items(), style.category_colours(len(by_situation)), strict=True):

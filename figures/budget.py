@@ -51,8 +51,8 @@ def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure
             _panel(axes, one, result.along)
         figure.legend(handles=_legend(result.measures[0]), loc="outside upper left", ncols=1 if narrow else 3)
         kl = any(one.measure == "kl" for one in result.measures)
-        said = style.about(result.identity.samples, medians=kl)
-        style.foot(figure, result.identity, f"bars on arrows: intervals of b* · {said}")
+        said = style.interval_legend(result.identity.samples, medians=kl)
+        style.draw_foot(figure, result.identity, f"bars on arrows: intervals of b* · {said}")
         for axes, one in panels:  # when all else has its place
             place_labels(axes, [_label(axes, point, one) for point in one.points if point.equivalent.known])
     return figure
@@ -157,8 +157,8 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         beside = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        said = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {said}")
+        said = style.interval_legend(result.identity.samples, medians=True)
+        style.draw_foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {said}")
     return figure
 
 
@@ -217,7 +217,7 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
             _safe_budget_panel(axes, result, place)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         over = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
-        style.foot(
+        style.draw_foot(
             figure, result.identity, f"full marks: safe, ringed the smallest; side by side at one budget · {over}"
         )
     return figure
@@ -297,7 +297,7 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
         figure.legend(
             handles=_equal_bytes_legend(result), loc="outside upper left", ncols=3 if width_mm < style.WIDE_MM else 6
         )
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
@@ -335,7 +335,7 @@ def _equal_bytes_line(axes: Axes, rows: Sequence[Row], reading: str, factor: flo
     shown = [(row, getattr(row, reading)) for row in rows if getattr(row, reading) is not None]
     if not shown:
         return
-    ends = [style.bars(value, getattr(row, f"{reading}_interval")) for row, value in shown]
+    ends = [style.error_bars(value, getattr(row, f"{reading}_interval")) for row, value in shown]
     bars = [bar for bar in ends if bar is not None]
     axes.errorbar(
         [100 * row.byte_share * aside for row, _ in shown], [factor * value for _, value in shown],

@@ -28,19 +28,16 @@ from perturbkv.figures import style
 Result = TypeVar("Result")
 
 
-def sort_by_cache_share(results: Sequence[Result], held: Callable[[Result], float]) -> list[Result]:
-    """Return the results sorted by cache share, ascending: of 800 tokens a budget of 0.2 is more than 128.
-
-    Unchanged where one share is NaN.
-    """
-    shares = [held(result) for result in results]
+def sort_by_cache_share(results: Sequence[Result], cache_share: Callable[[Result], float]) -> list[Result]:
+    """Return the results sorted by cache share, ascending; unchanged where a share is NaN."""
+    shares = [cache_share(result) for result in results]
     if np.isnan(shares).any():
         return list(results)
-    return [results[place] for place in np.argsort(shares, kind="stable")]
+    return [results[index] for index in np.argsort(shares, kind="stable")]
 
 
-def held_sides(shares: tuple[float, float]) -> str:
-    """Return both sides' cache shares, once where they are the same."""
+def cache_share_sides(shares: tuple[float, float]) -> str:
+    """Return both sides' cache shares as text, once where they are equal."""
     return " → ".join(dict.fromkeys(map(text.decimal, shares)))
 
 
@@ -48,7 +45,7 @@ _POINTS_MM = 72 / 25.4
 
 
 def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
-    """Return the most columns, up to `most`, in which the longest name fits; at least 1."""
+    """Return the largest number of legend columns, up to `most`, in which the longest name fits; at least 1."""
     size = FontProperties(size=rcParams["legend.fontsize"]).get_size_in_points()
     widest = max(float(TextPath((0, 0), name, size=size).get_extents().width) for name in names)
     handle, between = (
@@ -90,7 +87,7 @@ def key_names(parts: Sequence[Sequence[str]], numbered: bool) -> KeyNames:
     """Return the names themselves, or numbers from 1 and a key."""
     if not numbered:
         return KeyNames(["\n".join(one) for one in parts], [])
-    return KeyNames([str(place + 1) for place in range(len(parts))], [" ".join(one) for one in parts])
+    return KeyNames([str(number) for number in range(1, len(parts) + 1)], [" ".join(one) for one in parts])
 
 
 def key_height_mm(key: Sequence[str], width_mm: float) -> float:
@@ -159,7 +156,7 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label where it costs least; one that fits neither the panel nor beside the others is left out."""
+    """Write each label at the side of its point with the least cost; a label that finds no room is left out."""
     drawn = axes.get_figure()
     assert drawn is not None
     drawn.draw_without_rendering()  # type: ignore[union-attr]

@@ -68,7 +68,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(curves), loc="outside upper left", ncols=beside)
-        style.foot(figure, result.identity, said)
+        style.draw_foot(figure, result.identity, said)
     return figure
 
 
@@ -146,7 +146,7 @@ def _full(axes: Axes, column: ScoreColumn) -> None:
 
 def _reach(scores: Sequence[MethodScore]) -> Any:
     """Return the distances (2, budget) from each score to its interval's ends; None where there are none."""
-    bars = [bar for bar in (style.bars(one.score, one.score_interval) for one in scores) if bar is not None]
+    bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
     return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
@@ -201,7 +201,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         ]
         _finish(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        style.foot(figure, result.identity, _foot_text(result, len(configs)))
+        style.draw_foot(figure, result.identity, _foot_text(result, len(configs)))
     return figure
 
 
@@ -253,7 +253,7 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
     if len(axes) > 1:
         axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
         axes[1].set_title("Next token's distribution", loc="left")
-        style.note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
+        style.draw_note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
     for panel in axes:
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         panel.set_xlim(0, max(1, *result.lengths))
@@ -288,11 +288,11 @@ def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
                 result.full.mean_interval.low, result.full.mean_interval.high, color="0.35", alpha=0.12, linewidth=0
             )
         for row, one in enumerate(configs):
-            axes.errorbar([one.mean], [row], xerr=style.bars(one.mean, one.mean_interval), color=_COLOURS["win"],
+            axes.errorbar([one.mean], [row], xerr=style.error_bars(one.mean, one.mean_interval), color=_COLOURS["win"],
                           marker="o", markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
         axes.set_xlabel(f"mean score (line: full cache, {text.decimal(full)})")
-        style.title(figure, "What the judge gives")
-        style.foot(figure, result.identity, style.about(len(result.samples)))
+        style.set_title(figure, "What the judge gives")
+        style.draw_foot(figure, result.identity, style.interval_legend(len(result.samples)))
     return figure
 
 
@@ -309,15 +309,15 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
                           label=f"{outcome} of the evicted cache" if row == 0 else None)  # fmt: skip
                 left += one.shares[outcome]
             loss = one.shares["loss"]
-            axes.errorbar([loss], [row], xerr=style.bars(loss, one.intervals["loss"]), color="0.15", linewidth=0.8,
-                          capsize=1.5, gid="interval")  # fmt: skip
+            axes.errorbar([loss], [row], xerr=style.error_bars(loss, one.intervals["loss"]), color="0.15",
+                          linewidth=0.8, capsize=1.5, gid="interval")  # fmt: skip
         axes.set(xlim=(0, 1), xlabel="share of samples")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
                       ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
         first = f"the answer shown first won {text.decimal(result.first)} of {counted(result.pairs, 'decided pair')}"
         samples = len(result.samples)
         kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
-        style.foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
+        style.draw_foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
     return figure
 
 

@@ -239,7 +239,7 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
     said = pairing.setting_name(config_of(setting["baseline"]), "alpha")
-    return f"{style.about(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
+    return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 
 if __name__ == "__main__":
