@@ -41,13 +41,13 @@ def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
         style.draw_note(axes, "no kept sets were found", middle=True)
         axes.set_axis_off()
         return
-    drawn = axes.imshow(
+    image = axes.imshow(
         shares, aspect="auto", interpolation="nearest", norm=Normalize(0, 1), cmap=_COLOURS,
         extent=(0, 100, len(shares) - 0.5, -0.5), gid="kept",
     )  # fmt: skip
     axes.set(title="kept share of each place", xlabel="position in the prompt, %", ylabel="layer")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    bar = figure.colorbar(drawn, ax=axes, fraction=0.05, pad=0.02)
+    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
 
 

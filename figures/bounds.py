@@ -81,9 +81,9 @@ def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tup
 
 def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
     """Return the agreements in the order of the shown configurations; unchanged where one has none."""
-    held = {shown.config: shown.cache_share for shown in configs}
+    shares = {shown.config: shown.cache_share for shown in configs}
     return sort_by_cache_share(
-        agreements, lambda agreement: max((held.get(one, -1.0) for one in agreement.configs), default=-1.0)
+        agreements, lambda agreement: max((shares.get(one, -1.0) for one in agreement.configs), default=-1.0)
     )
 
 
@@ -185,8 +185,8 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
     colours, top = style.ordered_colours(len(configs)), 0.0
     for name, config, colour in zip(names, configs, colours, strict=True):
-        held = config.mass.count >= _LEAST_IN_BIN
-        low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
+        filled = config.mass.count >= _LEAST_IN_BIN
+        low, median, high = (np.where(filled, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
         if len(configs) <= _BANDS:
             axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
         top = max(top, float(np.nanmax(high, initial=0)))

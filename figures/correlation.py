@@ -150,7 +150,7 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
 
 def _label(one: Setting) -> str:
     """Return budget, methods, cache share, and the deciding prompts, or why none decides."""
-    held = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
+    shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     deciding = one.strength(HEADLINE)
     n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence.split(";")[0]
-    return f"b={one.name}: {len(one.configs)} methods, held / full {held}, {n}"
+    return f"b={one.name}: {len(one.configs)} methods, held / full {shares}, {n}"

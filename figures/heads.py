@@ -76,10 +76,10 @@ def _edge_markers(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArra
 
 def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
     """Return axis ends that include all heads of all panels but the few of each that would leave the axes empty."""
-    found = [ends for ends in map(_ends, kinds) if ends]
-    if not found:
+    inside = [ends for ends in map(_ends, kinds) if ends]
+    if not inside:
         return 0.1, 10.0
-    low, high = min(low for low, _ in found), max(high for _, high in found)
+    low, high = min(low for low, _ in inside), max(high for _, high in inside)
     margin = _MARGIN * (high - low) + 0.03
     return float(10 ** (low - margin)), float(10 ** (high + margin))
 
@@ -90,8 +90,8 @@ def _ends(kind: HeadKind) -> tuple[float, float] | None:
     positive = both[both > 0]
     if not positive.size:
         return None
-    held = both.min(axis=0) >= np.median(positive) / _DECADES_BELOW
-    lows = np.sort(np.log10(both.min(axis=0)[held])) if held.any() else np.log10(positive[:1])
+    inside = both.min(axis=0) >= np.median(positive) / _DECADES_BELOW
+    lows = np.sort(np.log10(both.min(axis=0)[inside])) if inside.any() else np.log10(positive[:1])
     highs = np.sort(np.log10(both.max(axis=0)[both.max(axis=0) > 0]))
     most = max(1, int(_FEW * both.shape[1]))
     low = lows[_outlier_count(lows - lows[0], highs[-1] - lows[0], most)]
@@ -314,7 +314,7 @@ def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
     """Return a distinct name of each pair with, for both kinds, the share of better heads and Σ over the baseline's."""
     apart = short_names([result.baseline for result in results], "selection")
     baselines, treatments = _sides(results)
-    found = []
+    titles = []
     for result, words in zip(results, apart, strict=True):
         kinds = (result.isolated, result.propagated)
         shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
@@ -323,5 +323,5 @@ def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         between = " /\n  " if grid.split else " / "
         lines = [folded(name, grid.letters), f"held / full {cache_share_sides(result.held)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
-        found.append("\n".join(line for line in lines if line))
-    return found
+        titles.append("\n".join(line for line in lines if line))
+    return titles

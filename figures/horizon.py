@@ -73,8 +73,8 @@ def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
 
 
 def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
-    drawn = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
-    for axes, (kind, (values, band)) in zip(panels, {**drawn, "kl": (config.kl, config.kl_interval)}.items(),
+    curves = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
+    for axes, (kind, (values, band)) in zip(panels, {**curves, "kl": (config.kl, config.kl_interval)}.items(),
                                             strict=True):  # fmt: skip
         steps = np.arange(len(values))
         axes.plot(steps, values, line, color=colour, gid=kind)

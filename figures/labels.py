@@ -103,10 +103,10 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
     """Draw the key above the figure's foot: number, name, and a line in the name's colour, where it has one."""
     if not key:
         return
-    entries, drawn = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
+    entries, line_colours = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=2.4, label=entry)
-        for entry, colour in zip(entries, drawn, strict=True)
+        for entry, colour in zip(entries, line_colours, strict=True)
     ]
     style.lay_out_above(figure, foot_mm + key_height_mm(key, width_mm))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
@@ -117,7 +117,7 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
 def _entries(key: Sequence[str], width_mm: float) -> list[str]:
     """Return number and name, folded to the figure's width."""
     room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
-    return [folded(f"{place}  {name}", room) for place, name in enumerate(key, 1)]
+    return [folded(f"{number}  {name}", room) for number, name in enumerate(key, 1)]
 
 
 def _columns(entries: Sequence[str], width_mm: float) -> int:
@@ -157,9 +157,9 @@ class Label:
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
     """Write each label at the side of its point with the least cost; a label that finds no room is left out."""
-    drawn = axes.get_figure()
-    assert drawn is not None
-    drawn.draw_without_rendering()  # type: ignore[union-attr]
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.draw_without_rendering()  # type: ignore[union-attr]
     curves, taken = _curves(axes), list[Bbox]()
     for label in labels:
         written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points", fontsize=6,
@@ -193,9 +193,9 @@ def _move(
 
 def _curves(axes: Axes) -> NDArray[np.float64]:
     """Return the panel's lines as points (point, 2) in screen coordinates."""
-    shares, found = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
+    shares, segments = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
     for line in axes.get_lines():
         ends = line.get_transform().transform(np.column_stack(line.get_data()))
-        found += [first + shares * (second - first) for first, second in zip(ends[:-1], ends[1:], strict=True)]
-    points = np.concatenate(found)
+        segments += [first + shares * (second - first) for first, second in zip(ends[:-1], ends[1:], strict=True)]
+    points = np.concatenate(segments)
     return np.asarray(points[np.isfinite(points).all(axis=1)])

@@ -241,21 +241,21 @@ def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int)
 
 
 def _panel(axes: Axes, result: LastLayer, font: float) -> None:
-    places, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
+    positions, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
     colours: Any = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
     first, second = style.positive(result.baseline_drift), style.positive(result.treatment_drift)
-    axes.vlines(places, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
-    size = 11 if len(places) <= 60 else 4
-    axes.scatter(places[~tied], first[~tied], s=size, facecolors="white", edgecolors=colours[~tied], linewidths=0.8,
+    axes.vlines(positions, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
+    size = 11 if len(positions) <= 60 else 4
+    axes.scatter(positions[~tied], first[~tied], s=size, facecolors="white", edgecolors=colours[~tied], linewidths=0.8,
                  zorder=3, gid="baseline")  # fmt: skip
-    axes.scatter(places[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
-    axes.scatter(places[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
+    axes.scatter(positions[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
+    axes.scatter(positions[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
     style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
-    held = f"b={result.baseline.budget}, held / full {cache_share_sides(result.cache_shares)}"
-    axes.set_title(f"{held}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
+    budget = f"b={result.baseline.budget}, held / full {cache_share_sides(result.cache_shares)}"
+    axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
         style.draw_note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
@@ -291,7 +291,7 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
         axes[2].set_ylim(-0.03, 1.03)
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
-        handles = [drawn for drawn in axes[0].get_lines() if drawn.get_gid()]  # by label "_my.py:Score" would be lost
+        handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
         beside = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=beside)
         about = style.interval_legend(result.identity.samples, medians=True)

@@ -57,18 +57,18 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         rows = -(-len(shown) // columns)
         beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
-        said = f"{about_scores(result.datasets)} {_bars(result)}"
-        foot_mm = style.long_foot_mm(result.identity, said, width_mm)
+        note = f"{about_scores(result.datasets)} {_bars(result)}"
+        foot_mm = style.long_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for place, panel in enumerate(axes[: len(shown)]):
-            _panel(panel, shown[place], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
-            panel.set_ylabel("score × 100" if place % columns == 0 else "")
-            panel.set_xlabel(_axis(result) if place + columns >= len(shown) else "")
+        for index, panel in enumerate(axes[: len(shown)]):
+            _panel(panel, shown[index], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
+            panel.set_ylabel("score × 100" if index % columns == 0 else "")
+            panel.set_xlabel(_axis(result) if index + columns >= len(shown) else "")
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(curves), loc="outside upper left", ncols=beside)
-        style.draw_foot(figure, result.identity, said)
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
@@ -90,25 +90,25 @@ def _curves(result: Quality) -> Curves:
 
 def _panel(axes: Axes, column: ScoreColumn, curves: Curves, title: int) -> None:
     _full(axes, column)
-    places = np.arange(len(curves)) - (len(curves) - 1) / 2
+    offsets = np.arange(len(curves)) - (len(curves) - 1) / 2
     apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
-    drawn = zip(curves.items(), _looks(len(curves)), apart * places, strict=True)
-    for (name, some), (colour, marker), points in drawn:
+    looks = zip(curves.items(), _looks(len(curves)), apart * offsets, strict=True)
+    for (name, some), (colour, marker), points in looks:
         scores = [column.methods[index] for index, _ in some]
-        made = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
+        curve = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
                              np.array([100 * one.score for one in scores]),
                              yerr=_reach(scores), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
                              linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
-        _shift(axes, made, points)
+        _shift(axes, curve, points)
     axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
     _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
     axes.grid(visible=True, axis="y")
 
 
-def _shift(axes: Axes, made: ErrorbarContainer, points: float) -> None:
+def _shift(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
     """Shift a drawn curve by points of print; its data stay unchanged."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
-    for artist in made.get_children():
+    for artist in curve.get_children():
         artist.set_transform(axes.transData + shift)
 
 
@@ -216,9 +216,9 @@ def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
 
 def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]]:
     """Return colour, dash and width of each line: the first drawn is the widest, to be visible under equal ones."""
-    told = apart([one.config for one in configs])
+    distinct = apart([one.config for one in configs])
     sides, others = (
-        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
+        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in distinct]
         for of_side in (True, False)
     )
     colours = dict(zip(dict.fromkeys(sides), style.category_colours(len(set(sides))), strict=True))
@@ -238,11 +238,11 @@ def _config(
     if one.forced is not None:
         middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
         curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
-    for panel, places, values, ends, kind in curves:
-        panel.plot(places, values, gid=f"{kind} {one.config.label()}",
+    for panel, positions, values, ends, kind in curves:
+        panel.plot(positions, values, gid=f"{kind} {one.config.label()}",
                    drawstyle="steps-post" if kind == "alike" else "default", **look)  # fmt: skip
         if ends is not None and bands:
-            panel.fill_between(places, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
+            panel.fill_between(positions, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
                                gid=f"{kind} band", step="post" if kind == "alike" else None)  # fmt: skip
     return Line2D([], [], label=name, **look)
 
