@@ -59,5 +59,5 @@ def draw(name: str, result: Result, width_mm: float) -> Figure:
     if name not in FIGURES:
         raise UnknownNameError(name, "figure of a result", FIGURES)
     module, _, function = FIGURES[name].partition(":")
-    drawn: Figure = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")(result, width_mm)
-    return drawn
+    figure: Figure = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")(result, width_mm)
+    return figure

@@ -58,9 +58,11 @@ def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
         settings = common(result.identity.configs)
-        style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
+        style.set_title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
-        style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {shares}")
+        style.draw_foot(
+            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · held / full {shares}"
+        )
     return figure
 
 
@@ -151,7 +153,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
             f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
         )
         note = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
-        style.foot(figure, result.identity, f"{note} {', '.join(shares)}")
+        style.draw_foot(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
 
@@ -169,7 +171,7 @@ def _needle_depths_panel(axes: Axes, methods: list[Retrieval], depth: int) -> No
         score, digits = float(method.by_depth[depth]), float(method.digits_by_depth[depth])
         if np.isnan(score):
             continue
-        bars = None if ends is None or np.isnan(ends.low) else style.bars(score, ends)
+        bars = None if ends is None or np.isnan(ends.low) else style.error_bars(score, ends)
         axes.errorbar([score], [row - 0.14], xerr=bars, color=colours[0], marker=_MARKS["score"][0], markersize=3,
                       linewidth=0.7, clip_on=False, gid="score")  # fmt: skip
         axes.plot([digits], [row + 0.2], color=colours[1], marker=_MARKS["digits"][0], markersize=2.4, clip_on=False,
@@ -208,9 +210,9 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             panel.tick_params(labelleft=index % columns == 0)
         if not budgets:
             axes.flat[0].set(xticks=[], yticks=[])
-            style.note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
+            style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
         figure.legend(handles=_retrieval_legend(), loc="outside upper left", ncols=2)
-        style.foot(figure, result.identity, _foot_note(result.correlation.samples))
+        style.draw_foot(figure, result.identity, _foot_note(result.correlation.samples))
     return figure
 
 
@@ -272,7 +274,7 @@ def _point(axes: Axes, y: float, one: RetrievalCorrelation) -> None:
     if np.isnan(one.rho):
         return
     marker, _, offset = _RETRIEVAL_MARKS[one.outcome]
-    bars = style.bars(one.rho, one.rho_interval)
+    bars = style.error_bars(one.rho, one.rho_interval)
     axes.errorbar([one.rho], [y + offset], xerr=bars, color=_colours()[one.outcome], marker=marker,
                   markersize=3.2, linewidth=0.9, gid=f"{one.measure} {one.outcome}")  # fmt: skip
 

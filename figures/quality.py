@@ -57,18 +57,18 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         rows = -(-len(shown) // columns)
         beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
-        said = f"{about_scores(result.datasets)} {_bars(result)}"
-        foot_mm = style.long_foot_mm(result.identity, said, width_mm)
+        note = f"{about_scores(result.datasets)} {_bars(result)}"
+        foot_mm = style.long_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for place, panel in enumerate(axes[: len(shown)]):
-            _panel(panel, shown[place], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
-            panel.set_ylabel("score × 100" if place % columns == 0 else "")
-            panel.set_xlabel(_axis(result) if place + columns >= len(shown) else "")
+        for index, panel in enumerate(axes[: len(shown)]):
+            _panel(panel, shown[index], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
+            panel.set_ylabel("score × 100" if index % columns == 0 else "")
+            panel.set_xlabel(_axis(result) if index + columns >= len(shown) else "")
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(curves), loc="outside upper left", ncols=beside)
-        style.foot(figure, result.identity, said)
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
@@ -90,25 +90,25 @@ def _curves(result: Quality) -> Curves:
 
 def _panel(axes: Axes, column: ScoreColumn, curves: Curves, title: int) -> None:
     _full(axes, column)
-    places = np.arange(len(curves)) - (len(curves) - 1) / 2
+    offsets = np.arange(len(curves)) - (len(curves) - 1) / 2
     apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
-    drawn = zip(curves.items(), _looks(len(curves)), apart * places, strict=True)
-    for (name, some), (colour, marker), points in drawn:
+    looks = zip(curves.items(), _looks(len(curves)), apart * offsets, strict=True)
+    for (name, some), (colour, marker), points in looks:
         scores = [column.methods[index] for index, _ in some]
-        made = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
+        curve = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
                              np.array([100 * one.score for one in scores]),
                              yerr=_reach(scores), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
                              linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
-        _shift(axes, made, points)
+        _shift(axes, curve, points)
     axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
     _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
     axes.grid(visible=True, axis="y")
 
 
-def _shift(axes: Axes, made: ErrorbarContainer, points: float) -> None:
+def _shift(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
     """Shift a drawn curve by points of print; its data stay unchanged."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
-    for artist in made.get_children():
+    for artist in curve.get_children():
         artist.set_transform(axes.transData + shift)
 
 
@@ -146,7 +146,7 @@ def _full(axes: Axes, column: ScoreColumn) -> None:
 
 def _reach(scores: Sequence[MethodScore]) -> Any:
     """Return the distances (2, budget) from each score to its interval's ends; None where there are none."""
-    bars = [bar for bar in (style.bars(one.score, one.score_interval) for one in scores) if bar is not None]
+    bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
     return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
@@ -201,7 +201,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         ]
         _finish(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        style.foot(figure, result.identity, _foot_text(result, len(configs)))
+        style.draw_foot(figure, result.identity, _foot_text(result, len(configs)))
     return figure
 
 
@@ -216,9 +216,9 @@ def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
 
 def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]]:
     """Return colour, dash and width of each line: the first drawn is the widest, to be visible under equal ones."""
-    told = apart([one.config for one in configs])
+    distinct = apart([one.config for one in configs])
     sides, others = (
-        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
+        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in distinct]
         for of_side in (True, False)
     )
     colours = dict(zip(dict.fromkeys(sides), style.category_colours(len(set(sides))), strict=True))
@@ -238,11 +238,11 @@ def _config(
     if one.forced is not None:
         middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
         curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
-    for panel, places, values, ends, kind in curves:
-        panel.plot(places, values, gid=f"{kind} {one.config.label()}",
+    for panel, positions, values, ends, kind in curves:
+        panel.plot(positions, values, gid=f"{kind} {one.config.label()}",
                    drawstyle="steps-post" if kind == "alike" else "default", **look)  # fmt: skip
         if ends is not None and bands:
-            panel.fill_between(places, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
+            panel.fill_between(positions, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
                                gid=f"{kind} band", step="post" if kind == "alike" else None)  # fmt: skip
     return Line2D([], [], label=name, **look)
 
@@ -253,7 +253,7 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
     if len(axes) > 1:
         axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
         axes[1].set_title("Next token's distribution", loc="left")
-        style.note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
+        style.draw_note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
     for panel in axes:
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         panel.set_xlim(0, max(1, *result.lengths))
@@ -288,11 +288,11 @@ def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
                 result.full.mean_interval.low, result.full.mean_interval.high, color="0.35", alpha=0.12, linewidth=0
             )
         for row, one in enumerate(configs):
-            axes.errorbar([one.mean], [row], xerr=style.bars(one.mean, one.mean_interval), color=_COLOURS["win"],
+            axes.errorbar([one.mean], [row], xerr=style.error_bars(one.mean, one.mean_interval), color=_COLOURS["win"],
                           marker="o", markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
         axes.set_xlabel(f"mean score (line: full cache, {text.decimal(full)})")
-        style.title(figure, "What the judge gives")
-        style.foot(figure, result.identity, style.about(len(result.samples)))
+        style.set_title(figure, "What the judge gives")
+        style.draw_foot(figure, result.identity, style.interval_legend(len(result.samples)))
     return figure
 
 
@@ -309,15 +309,15 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
                           label=f"{outcome} of the evicted cache" if row == 0 else None)  # fmt: skip
                 left += one.shares[outcome]
             loss = one.shares["loss"]
-            axes.errorbar([loss], [row], xerr=style.bars(loss, one.intervals["loss"]), color="0.15", linewidth=0.8,
-                          capsize=1.5, gid="interval")  # fmt: skip
+            axes.errorbar([loss], [row], xerr=style.error_bars(loss, one.intervals["loss"]), color="0.15",
+                          linewidth=0.8, capsize=1.5, gid="interval")  # fmt: skip
         axes.set(xlim=(0, 1), xlabel="share of samples")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
                       ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
         first = f"the answer shown first won {text.decimal(result.first)} of {counted(result.pairs, 'decided pair')}"
         samples = len(result.samples)
         kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
-        style.foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
+        style.draw_foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
     return figure
 
 

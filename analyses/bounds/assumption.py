@@ -1,6 +1,6 @@
-"""The question `assumption`: whether a selection's first stage keeps more than half of the attention (paper, figure 4).
+"""Assumption 1: heads in which a selection's first stage keeps more than half of the attention (paper, figure 4).
 
-Three readings of σ per configuration, layer and head, and where it is at most 0.5 (METHOD: Assumption 1).
+There are three readings of σ per configuration, layer and head (METHOD: Assumption 1).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "assumption"
 READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window", "retained_mass": "S: all that is kept"}
-"""Variable -> what is summed: as the paper states σ, as the selection's first stage really holds it, and the whole
-kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
+"""Variable -> entries whose attention is summed: σ as the paper states it, as the selection's first stage has it, and
+of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
 HEADS = ("layer", "head")
 _MOST_LISTED, _MOST_LAYERS = 40, 5
 
@@ -49,8 +49,8 @@ class Reading(Record):
 
     Attributes:
         variable: its name in the trace.
-        below: (layer, head) in how many samples σ ≤ 0.5.
-        samples: of how many.
+        below: (layer, head) number of samples with σ ≤ 0.5.
+        samples: number of samples.
         layers: index of each measured decoder layer.
     """
 
@@ -103,7 +103,7 @@ class Reading(Record):
 
 @record
 class ConfigAssumption(Record):
-    """One configuration: budget and α."""
+    """The readings of σ for one configuration."""
 
     SECTION = "configuration's σ"
 
@@ -210,24 +210,24 @@ class Assumption(Result):
         return READINGS
 
     def conclusion(self) -> str:
-        """Return in how many heads it holds, at the budgets where it holds least and most, and where it fails."""
+        """Return in how many heads it holds, at the best and the worst budget, and the layer where it fails most."""
         shares = [
             (name, reading.share, text.percent(reading.share, reading.share_interval))
-            for name, reading in zip(self._names(), self._stage(), strict=True)
+            for name, reading in zip(self._names(), self._stage1(), strict=True)
         ]
         clause = (
             f"the first stage of {self.selection} keeps more than half of the attention in {extremes(shares)} of heads "
             f"({sample_note(self.identity.samples)}); {self._where()}"
         )
-        verdict = _verdict([interval_verdict(reading.share_interval, 0.5) for reading in self._stage()])
+        verdict = _verdict([interval_verdict(reading.share_interval, 0.5) for reading in self._stage1()])
         return sentence(f"{verdict}: {clause}" if verdict else clause)
 
     def title(self) -> str:
-        """Return what is shown, and what all configurations share."""
+        """Return the quantity and the shared choices."""
         return f"share of heads that keep more than half of the attention: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per configuration, with what its first stage really holds."""
+        """Return a line per configuration, with its first stage's reading."""
         return [
             Line(name, (config, config.sigma_stage1)) for name, config in zip(self._names(), self.configs, strict=True)
         ]
@@ -267,17 +267,17 @@ class Assumption(Result):
     def _names(self) -> list[str]:
         return [name or self.selection for name in short_names([config.config for config in self.configs])]
 
-    def _stage(self) -> list[Reading]:
+    def _stage1(self) -> list[Reading]:
         """Return the first stage's reading of each configuration."""
         return [config.sigma_stage1 for config in self.configs]
 
     def _where(self) -> str:
         """Return the layer with most of the heads that fail, at the budget where most do."""
-        index = max(range(len(self.configs)), key=lambda index: int(self._stage()[index].failing.sum()))
-        failing = self._stage()[index].failing
+        index = max(range(len(self.configs)), key=lambda index: int(self._stage1()[index].failing.sum()))
+        failing = self._stage1()[index].failing
         if not failing.any():
             return "no head fails in the mean over samples"
-        same = all((reading.failing == failing).all() for reading in self._stage())
+        same = all((reading.failing == failing).all() for reading in self._stage1())
         at = "" if same else f" at {self._names()[index]}"
         total, counts = int(failing.sum()), failing.sum(axis=1)
         heads = f"{counted(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
@@ -316,7 +316,7 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
 
 
 def _verdict(verdicts: list[int | None]) -> str:
-    """Return whether it holds in most heads, at every budget or not; empty of samples that are too few to say."""
+    """Return whether the assumption holds in most heads; empty where samples are too few to decide."""
     if None in verdicts:
         return ""
     if len(set(verdicts)) > 1:

@@ -12,7 +12,7 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Floats, Measurements, byte_shares, scores
+from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
@@ -138,7 +138,7 @@ class Rows:
         perturbation = measured["perturbation_propagated"][:, :, -1].sum(axis=-1)
         norms = measured["output_norm"][:, -1].sum(axis=-1)
         self._perturbation: Floats = perturbation / norms[:, None]
-        self._cache_shares, self._byte_shares = measured.cache_shares, byte_shares(measured.trace, ANALYSIS)
+        self._cache_shares, self._byte_shares = measured.cache_shares, measured.byte_shares
         self._kl = measured["logit_kl"]
         self.evicts: Floats = measured["evicted"].max(axis=0)
         self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None

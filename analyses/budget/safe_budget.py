@@ -24,7 +24,7 @@ from perturbkv.analyses.budget.criteria import (
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Measurements, only_alike
+from perturbkv.analyses.measurements import Measurements, has_only_first_token
 from perturbkv.analyses.pairing import Sides, checked, counted, sweeps
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats.intervals import LEAST
@@ -231,7 +231,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
             *([columns.table("KL above the limit", kl, ("budget", "above"), self.FIRST)] if kl else []),
             _ORDER,
             *(_BOUNDS[name].format(few=few) for name in names),
-            *filter(None, [measurements.about_first_token(self.alike, samples)]),
+            *filter(None, [measurements.first_token_note(self.alike, samples)]),
             text.cache_share_note(shares),
         ]
 
@@ -335,5 +335,5 @@ def safe_budget(
         for name, curve in zip(names, axes, strict=True)
     )
     configs = [config for curve in axes for config in curve.configs]
-    alike = 0 if max_drop is None else int(only_alike(measured.trace).sum())
+    alike = 0 if max_drop is None else int(has_only_first_token(measured.trace).sum())
     return SafeBudgets(members, size, identity(measured.trace, configs), alike)

@@ -40,10 +40,10 @@ from perturbkv.analyses.correlation.method_identity import (
     strengths,
     with_significance,
 )
-from perturbkv.analyses.identity import RunIdentity, identity, together
+from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
 from perturbkv.analyses.json_values import columns_of, json_value
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import LEAST_CONFIGS, counted, matches, ranked_together
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups, counted, matches
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.intervals import LEAST, Estimate
 from perturbkv.analyses.text import interval_verdict, sentence
@@ -218,7 +218,7 @@ class Correlation(Result):
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
             *([_TESTS] if deciding else []),
             text.CACHE_SHARE_NOTE,
-            *filter(None, [measurements.about_first_token(alike, answered)]),
+            *filter(None, [measurements.first_token_note(alike, answered)]),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def correlation(
     rule, bins = Rule(right, lost), check_bins(bins)
     chosen = [_of_methods(trace, only) for trace in as_traces(traces)]
     prompts = pooled(chosen, rule)
-    groups = ranked_together(prompts.configs)
+    groups = comparable_groups(prompts.configs)
     settings = marked(
         [setting(prompts, name, group, rule, bins) for name, group in groups.items() if len(group) >= LEAST_CONFIGS]
     )
@@ -335,4 +335,4 @@ def _of_prompts(found: Pooled, settings: Sequence[Setting], dataset: str, rows: 
 def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:
     """Return the first trace's identity, with the data sets, digests and samples of all."""
     configs = [config for one in settings for config in one.configs]
-    return together([identity(trace, configs) for trace in traces])
+    return joint_identity([identity(trace, configs) for trace in traces])

@@ -39,7 +39,7 @@ from perturbkv.analyses.correlation.method_identity import (
     with_significance,
     within,
 )
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, only_alike, scores
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, scores
 from perturbkv.analyses.multi_trace import check_together
 from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
@@ -158,7 +158,7 @@ def _answered(
     found = {name: array[answered][:, order] for name, array in by_config.items()}
     found |= {"norm": own["output_norm"][answered], "full": graded.full[answered]}
     counts = (len(answered), int(answered.sum()))
-    alike = int(only_alike(trace)[answered].sum())
+    alike = int(has_only_first_token(trace)[answered].sum())
     part = Part(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
     return part, found, [name for name, right in zip(ids, answered, strict=True) if right]
 

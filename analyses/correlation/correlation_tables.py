@@ -28,13 +28,13 @@ _EQUAL = 1e-9
 
 def estimate(one: Estimate, apart: str = "\n") -> str:
     """Return the value with its interval, on a line of its own."""
-    return text.decimal(one.value, one.interval, apart=apart)
+    return text.decimal(one.value, one.interval, separator=apart)
 
 
 def points(one: Estimate, apart: str = " ") -> str:
     """Return a difference of shares with its interval, in points of 100."""
     ends = one.interval and Interval(100 * one.interval.low, 100 * one.interval.high, one.interval.kind)
-    return text.decimal(100 * one.value, ends, digits=0, apart=apart)
+    return text.decimal(100 * one.value, ends, digits=0, separator=apart)
 
 
 def share(one: Estimate) -> str:

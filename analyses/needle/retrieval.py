@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, Scalar, share_of
@@ -29,14 +29,14 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
 OUTCOMES = {"score": "whole number", "digits": "leading digits"}
-"""Exactly right, and the share of leading digits that are."""
+"""Outcomes of an answer: the exact number, and the share of its leading digits that are right."""
 CIRCULAR = {
     **measurements.CIRCULAR_MEASURES,
     "kl_all": "KL, nat, all steps",
     "drift_all": "drift, all steps",
     "propagated_all": "propagated L1, all steps",
 }
-"""Measures of the answer's own tokens: nearly the score itself. The first two are of the step that gives the first."""
+"""Measures of the answer's own tokens: nearly the score itself. The first two are of the step that gives its first."""
 _BY_DEPTH, _GRID = ("depth",), ("depth", "length")
 _RANKED = ("sample", "config")
 
@@ -134,7 +134,7 @@ class RankedBudget(Record):
         return [each for each in (*self.correlations, *self.circular) if each.outcome == outcome]
 
     def principal(self) -> RetrievalCorrelation:
-        """Return that of propagated perturbation and digits: the whole number is lost with its first digit."""
+        """Return the correlation of propagated perturbation with digits, as one digit alone loses the whole number."""
         (only,) = [each for each in self.by_outcome("digits") if each.measure == "propagated"]
         return only
 
@@ -153,7 +153,7 @@ class RetrievalCorrelations(Record):
 
 
 def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
-    """Return what the full cache's answers hold, then what every configuration's do.
+    """Return the retrieval of the full cache, then of every configuration.
 
     Raises TraceError for a run that is not of needles with answers.
     """
@@ -211,7 +211,7 @@ def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def cells_of(trace: Trace) -> NDArray[np.int64]:
-    """Return (sample, 2) grid indices of each complete sample, depth and length: samples go through them in turns."""
+    """Return (sample, 2) grid indices of depth and length of each complete sample; samples take the cells in turns."""
     lengths, depths = grid_of(trace)
     cells = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
     return np.stack([cells % len(depths), cells // len(depths)], axis=1)
@@ -234,7 +234,7 @@ def _cell_means(values: Floats, cells: NDArray[np.int64], shape: tuple[int, int]
 
 
 def check_scored(trace: Trace) -> None:
-    """Raise TraceError unless numbers were expected, each of which was found or was not: scores of 0 and 1."""
+    """Raise TraceError unless all expected answers are numbers, with scores of 0 or 1."""
     names = ("score_full", "score", "digits_full")
     full, evicted, digits = (np.asarray(trace.get(name, ANALYSIS), dtype=np.float64) for name in names)
     unscored = np.isnan(full) | np.isnan(digits)
@@ -265,7 +265,7 @@ def measures(measured: Measurements) -> dict[str, Floats]:
         "drift_all": _mean_over_steps(drift, steps),
         "propagated_all": _mean_over_steps(moved, steps),
     }
-    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.alike_first_steps(trace, later)}
+    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.equalise_identical_runs(trace, later)}
 
 
 def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
@@ -275,11 +275,11 @@ def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
 
 
 def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> RetrievalCorrelations:
-    """Return the correlations of the `measures` of a run with its answers. Raises TraceError where it lacks these."""
+    """Return the correlations of a run's `measures` with its answers. Raises TraceError for a trace without answers."""
     answered = measured["score_full"] == 1
     outcomes = {name: measured[name][answered] for name in OUTCOMES}
     answered_measures = {name: array[answered] for name, array in by_measure.items()}
-    run, budgets = measured.trace.run, ranked_together(measured.trace.run.configs)
+    run, budgets = measured.trace.run, comparable_groups(measured.trace.run.configs)
     return RetrievalCorrelations(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),

@@ -16,7 +16,7 @@ import numpy as np
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import above_full
 from perturbkv.analyses.columns import Line, column, record
-from perturbkv.analyses.identity import RunIdentity, of_answers
+from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import common, counted, short_names
@@ -164,7 +164,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     read = rows if followed else tuple({**row, "divergence": None} for row in rows)
     floors = spans([row["divergence"]["noise_floor"] for row in rows], span) if followed else np.zeros((1, 0))
     return Divergence(
-        identity=of_answers(answers),
+        identity=answers_identity(answers),
         samples=tuple(row["sample"] for row in rows),
         compress_every=answers.compress_every,
         lengths=lengths,

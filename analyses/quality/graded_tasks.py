@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, Measurements, only_alike, scores
-from perturbkv.analyses.multi_trace import check_once
+from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, scores
+from perturbkv.analyses.multi_trace import check_no_duplicate_prompts
 from perturbkv.analyses.pairing import counted
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import METRICS, RunConfig
@@ -164,7 +164,7 @@ class Task:
         cache_shares: (sample, config) entries of the cache over those of the full one; NaN where the trace lacks them.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
-        alike: samples whose full answer has no token but one that all caches share, as `about_first_token` says.
+        alike: samples whose full answer has no token but one that all caches share, as `first_token_note` says.
     """
 
     name: str
@@ -208,7 +208,7 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         cache_shares=measured.cache_shares_by_sample[:, indices],
         propagated=np.asarray(perturbation / norms[:, None])[:, indices],
         kl=measured["logit_kl"][:, indices],
-        alike=int(only_alike(trace).sum()),
+        alike=int(has_only_first_token(trace).sum()),
     )
 
 
@@ -272,7 +272,7 @@ def _check_distinct(traces: Sequence[Trace]) -> None:
             )
             raise TraceError(msg)
         seen[trace.run.dataset] = trace
-    check_once(traces, _called)
+    check_no_duplicate_prompts(traces, _called)
 
 
 def _called(trace: Trace) -> str:

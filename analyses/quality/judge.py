@@ -10,7 +10,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.budget.budget_axis import above_full
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
-from perturbkv.analyses.identity import RunIdentity, of_answers
+from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import common, counted, short_names
@@ -204,7 +204,7 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
 
     configs = tuple(scored(config) for config in answers.run.configs)
     return Judged(
-        identity=of_answers(answers),
+        identity=answers_identity(answers),
         judge=_request(judge),
         samples=samples,
         compress_every=answers.compress_every,
@@ -357,7 +357,7 @@ def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgem
     texts = [(row["full"]["text"], one["text"]) for row in answers.rows for one in row["evicted"].values()]
     same = sum(full == own for full, own in texts)
     return Preferences(
-        identity=of_answers(answers),
+        identity=answers_identity(answers),
         judge=_request(judge),
         samples=samples,
         compress_every=answers.compress_every,

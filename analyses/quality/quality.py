@@ -13,7 +13,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import APART, counted, pairs, ranked_together, short_names
+from perturbkv.analyses.pairing import APART, comparable_groups, counted, pairs, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, left_out, shared, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -156,7 +156,7 @@ class Quality(Result):
             score_tables.about_grades(self.datasets),
             *(["Every data set counts the same in a kind's mean and in the average."] if several else []),
             f"*: {score_tables.BEST}; differences show whether that is decided.",
-            *filter(None, [measurements.about_first_token(alike, self.average.samples)]),
+            *filter(None, [measurements.first_token_note(alike, self.average.samples)]),
             *([f"Left out, as not all data sets have them ({', '.join(self.lacking)}): {left}."] if left else []),
             text.cache_share_note([method.cache_share for one in self.datasets for method in one.methods]),
         ]
@@ -287,7 +287,7 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     configs = shared(graded)
     partial = left_out(graded, configs)
     chosen = _pairs(graded[0].run, configs, baseline, treatment)
-    compared, datasets = Comparison(configs, chosen, ranked_together(configs)), tasks(graded, configs)
+    compared, datasets = Comparison(configs, chosen, comparable_groups(configs)), tasks(graded, configs)
     return Quality(
         identity=_identity(graded, configs),
         configs=configs,
@@ -323,7 +323,7 @@ def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> Run
         samples=sum(one.samples for one in each),
         failed=sum(one.failed for one in each),
         trace=_listed([one.trace for one in each if one.trace], "one of each"),
-        stored=tuple(sum(some) / len(each) for some in zip(*(one.stored for one in each), strict=True)),
+        byte_shares=tuple(sum(some) / len(each) for some in zip(*(one.byte_shares for one in each), strict=True)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.pairing import ranked_together, short_names
+from perturbkv.analyses.pairing import comparable_groups, short_names
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Floats, Scalar, share_of
@@ -263,7 +263,7 @@ class Row:
         index: among the configurations; None of the full cache.
         method: what distinguishes it beside its budget.
         budget: as the user gave it; empty of the full cache.
-        group: name of those that it is compared with, as in `ranked_together`; empty of the full cache.
+        group: name of those that it is compared with, as in `comparable_groups`; empty of the full cache.
         cache_share: entries over the full cache's, mean over the data sets shown; NaN where a trace lacks them.
         cells: one per column.
     """
@@ -311,7 +311,7 @@ def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> t
     """Return the full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
     names = [name or "evicted" for name in short_names(configs, "budget")]
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
-    groups = ranked_together(configs)
+    groups = comparable_groups(configs)
     full = Row(None, FULL, "", "", 1.0, tuple(Cell(one.full, one.full_interval, best=False) for one in columns))
     evicted = [
         Row(

@@ -255,12 +255,12 @@ def _correlation_configs(
     run: RunOptions, names: list[str] | None, max_new_tokens: int | None
 ) -> tuple[EvictionConfig, ...]:
     """Return the methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
-    from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
+    from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
     from perturbkv.pipeline.answers.generation import check_asked
 
     configs = run.configs(names or parse_methods(METHODS))
     check_asked(configs, max_new_tokens, None)
-    most = max(map(len, ranked_together(configs).values()))
+    most = max(map(len, comparable_groups(configs).values()))
     if most < LEAST_CONFIGS:
         msg = f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"
         raise ConfigError(msg)

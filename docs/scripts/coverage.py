@@ -19,7 +19,7 @@ import numpy as np
 from perturbkv.analyses.bounds import rank_agreement
 from perturbkv.analyses.bounds.ratios import bounded
 from perturbkv.analyses.horizon.growth import LEAST_STEPS
-from perturbkv.analyses.measurements import EVIDENCE, Measurements, values
+from perturbkv.analyses.measurements import EVIDENCE, Measurements
 from perturbkv.analyses.pairing import by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
@@ -74,34 +74,36 @@ def statistics(trace: Trace) -> Iterator[Statistic]:
 
 def compared(trace: Trace, first: int, second: int) -> Iterator[Statistic]:
     """Two configurations: heads, and drift after the middle and the last layer."""
+    measured = Measurements(trace, "coverage")
     for kind, name in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
-        both, floor = values(trace, f"perturbation_{kind}", "coverage", 0), values(trace, name, "coverage", 0)
+        both, floor = measured[f"perturbation_{kind}"], measured[name]
         better = (verdicts(both[:, first], both[:, second], floor) == 1).reshape(len(both), -1)
         flat = both.reshape(*both.shape[:2], -1)
         yield mean(f"share of heads better, {kind}", share_of(better.shape[1]), better.mean(axis=1))
         yield over(f"ratio of ΣL, {kind}", flat[:, second].sum(axis=1), flat[:, first].sum(axis=1))
         yield middle(f"median head's ratio, {kind}", flat[:, second], flat[:, first])
-    drift = values(trace, "hidden_drift_l1", "coverage", 0)
+    drift = measured["hidden_drift_l1"]
     for layer in (drift.shape[2] // 2, -1):
         yield over("ratio of drift", drift[:, second, layer], drift[:, first, layer])
 
 
 def single(trace: Trace, config: int) -> Iterator[Statistic]:
     """One configuration: σ, drift, KL, and growth over the steps."""
+    measured, all_steps = Measurements(trace, "coverage"), Measurements(trace, "coverage", None)
     for name, words in (("sigma_stage1", "σ"), ("retained_mass", "S")):
-        above = values(trace, name, "coverage", 0)[:, config] > EVIDENCE
+        above = measured[name][:, config] > EVIDENCE
         yield mean(f"share of heads with {words} > 0.5", rare_share_of(above[0].size), above.mean(axis=(1, 2)))
     levels = {
-        "last layer's drift": values(trace, "hidden_drift_l1", "coverage", 0)[:, config, -1],
-        "KL": values(trace, "logit_kl", "coverage", 0)[:, config],
+        "last layer's drift": measured["hidden_drift_l1"][:, config, -1],
+        "KL": measured["logit_kl"][:, config],
     }
     for name, each in levels.items():
         yield mean(f"mean of {name}", POSITIVE, each)
         yield Statistic(f"median of {name}", POSITIVE, None, each)
     third = trace.run.steps // LEAST_STEPS
     if third and trace.measured[trace.ok].all():
-        moved = values(trace, "perturbation_propagated", "coverage")[:, config].sum(axis=(2, 3))
-        relative = moved / values(trace, "output_norm", "coverage").sum(axis=(2, 3))
+        moved = all_steps["perturbation_propagated"][:, config].sum(axis=(2, 3))
+        relative = moved / all_steps["output_norm"].sum(axis=(2, 3))
         yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
 
 

@@ -19,10 +19,10 @@ from second_figure import draw
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
 from perturbkv.analyses import pairing
-from perturbkv.analyses.heads.head_comparison import perturbed
+from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.json_values import config_of
-from perturbkv.analyses.measurements import Floats, Measurements, held_shares
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Scalar, share_of
 from perturbkv.figures import style
@@ -156,7 +156,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
     for one in compare_heads(trace, "attention", "two-stage"):
         pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
         for kind in KINDS:
-            both, _ = perturbed(Measurements(trace, "heads"), kind, "l1", pair)
+            both, _ = compared_perturbation(Measurements(trace, "heads"), kind, "l1", pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
                 found.setdefault((pairing.setting_name(one.baseline), name), []).append(over(*sums))
@@ -208,7 +208,7 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     full = config < 0
     score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
                      for name in ("score", "digits"))  # fmt: skip
-    cells = ["1.00" if full else number(float(held_shares(trace, "needle")[config]))]
+    cells = ["1.00" if full else number(float(Measurements(trace, "needle").cache_shares[config]))]
     cells += [shown(score, intervals.of_samples(score > 0))]
     cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_of(0))) for chosen in zones.values()]
     if full:
@@ -239,7 +239,7 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
     said = pairing.setting_name(config_of(setting["baseline"]), "alpha")
-    return f"{style.about(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
+    return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.measurements import EVIDENCE, Floats, held_shares, scores, values
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
 from perturbkv.analyses.pairing import counted
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
@@ -43,7 +43,7 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     told = {
         "Model": run.model,
         "Weights": run.weights,
-        "Layers": f"{run.measured} measured" if run.measured else "",
+        "Layers": f"{run.measured_layers} measured" if run.measured_layers else "",
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
         "Samples": counted(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
@@ -69,7 +69,7 @@ def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tu
         *_no_evidence(trace, sides, start),
         _ties(sides, start, tied),
         _nothing_evicted(trace),
-        identity(trace, trace.run.configs).about_read(),
+        identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(line(one) for one in found if one)
 
@@ -80,7 +80,7 @@ def _configurations(trace: Trace, sides: Sides) -> str:
 
 
 def _cache_shares(trace: Trace) -> str:
-    shares = held_shares(trace, ANALYSIS)
+    shares = Measurements(trace, ANALYSIS).cache_shares
     known = shares[~np.isnan(shares)]
     if not known.size:
         return ""
@@ -89,7 +89,7 @@ def _cache_shares(trace: Trace) -> str:
 
 
 def _floor(trace: Trace) -> str:
-    floor, norm = (values(trace, name, ANALYSIS, 0) for name in ("noise_floor", "output_norm"))
+    floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
 
@@ -119,7 +119,7 @@ def _few(samples: int) -> str:
 
 def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
     """Return a warning where the first treatment's σ is at most 0.5 in some heads, budget by budget."""
-    sigma = values(trace, "sigma_stage1", ANALYSIS, 0).mean(axis=0)
+    sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
     places = [(budget, sides.config(start.treatment, place)) for place, budget in enumerate(sides.budgets)]
     counts = [(budget, int((sigma[place] <= EVIDENCE).sum())) for budget, place in places if place is not None]
     told = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)

@@ -176,7 +176,7 @@ def compare(trace: Trace, measure: Measure, each: Floats, pairs: Sequence[Places
     if not measure.source:
         alone = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
         return Compared(None, np.array(alone), None)
-    _, floor = head_comparison.with_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
+    _, floor = head_comparison.perturbation_and_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
     equal: NDArray[np.bool_] = getattr(same, measure.source)
     found = [_pair(measure, each, floor, pair, one) for pair, one in zip(pairs, equal, strict=True)]
     verdict, sums, better = (np.stack(part) for part in zip(*found, strict=True))
@@ -210,10 +210,10 @@ def _pair(
     measure: Measure, each: Floats, floor: Floats, pair: Places, same: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
     """Return verdicts (1 + sample, layer, head), sums (2, 3) and shares of heads (2, 3)."""
-    baseline, treatment = head_comparison.tied(each, pair, same)
+    baseline, treatment = head_comparison.select_sides(each, pair, same)
     own = verdicts(baseline, treatment, floor, measure.distance)
     means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
-    sums = [with_ends(*sum_ratio(*head_comparison.tied(each, sides, same))) for sides in both(pair)]
+    sums = [with_ends(*sum_ratio(*head_comparison.select_sides(each, sides, same))) for sides in both(pair)]
     better = [with_ends(*better_share(turned)) for turned in (own, -own)]
     return np.concatenate([means[None], own]), np.array(sums), np.array(better)
 
@@ -234,7 +234,9 @@ def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
 
 def _drift(drift: Floats, pair: Places, same: NDArray[np.bool_]) -> Floats:
     """Return drift ratios (2, layer, 3) from drift (sample, config, layer)."""
-    return np.stack([with_band(*layers.drift_ratio(*head_comparison.tied(drift, sides, same))) for sides in both(pair)])
+    return np.stack(
+        [with_band(*layers.drift_ratio(*head_comparison.select_sides(drift, sides, same))) for sides in both(pair)]
+    )
 
 
 def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:

@@ -35,7 +35,7 @@ def said(shown: Callable[..., None], *results: object) -> str:
 
 def told_by(result: Result) -> str:
     """All that a result says of itself, likewise."""
-    return " ".join(as_text([result.conclusion(), *result.tables(), result.notes()], width=200).split())
+    return " ".join(as_text([result.conclusion(), *result.body(), result.notes()], width=200).split())
 
 
 def test_ranks_of_methods_stand_beside_their_cache_shares() -> None:
@@ -89,6 +89,16 @@ def test_layers_and_samples_say_what_their_caches_hold_and_in_how_many_of_them_d
         assert [row["cache_share"] for row in cells] == ["0.25", "0.40"]
         numbers = [line.records[-1 if counts == "sample_counts" else 0] for line in result.lines()]
         assert [row[counts] for row in cells] == [getattr(record, counts) for record in numbers]
+
+
+def test_several_results_of_one_command_say_once_how_many_samples_there_are() -> None:
+    for samples, note in ((7, "n = 7 samples; in brackets"), (3, "n = 3 samples, too few for intervals")):
+        trace = made(samples=samples)
+        results = [layers.layer_drift(trace), layers.last_layer(trace), budget_curves.budget_curves(trace)]
+        shown = said(console.result, results, "title")
+        assert shown.count(note) == 1
+        whole = max((result.interval_note() for result in results), key=len)
+        assert " ".join(whole.split()) in shown
 
 
 def test_the_ablation_has_intervals_everywhere() -> None:

@@ -93,7 +93,7 @@ def test_a_trace_of_a_press_is_compared_and_shown() -> None:
     shown = trace(*(sample_trace(name, optional=True) for name in ("s0", "s1")), configs=(ours, STORED))
     compared = compare_heads(shown, "attention", "kvpress:AdaKVPress")
     assert STORED.label() in json.dumps(compared.to_dict(), default=str)
-    assert all(part for part in (compared.conclusion(), compared.tables(), repr(shown)))
+    assert all(part for part in (compared.conclusion(), compared.body(), repr(shown)))
     frame = shown.to_frame()
     assert set(frame["config"]) == set(shown.run.labels())
     assert set(frame["policy_use_vnorm"].dropna()) == {True}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, record
-from perturbkv.analyses.heads.head_comparison import with_floor
+from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements, sets_per_layer
 from perturbkv.analyses.pairing import order, pairs
@@ -77,7 +77,7 @@ def sweep(trace: Trace) -> Sweep:
     run = measured.trace
     baseline, configs = _configs(run)
     indices = [measured.index(config) for config in configs]
-    moved, floor = with_floor(measured, "isolated", "l1")
+    moved, floor = perturbation_and_floor(measured, "isolated", "l1")
     samples = tuple(name for name, whole in zip(run.sample_ids, run.ok, strict=True) if whole)
     if len(samples) < LEAST_SAMPLES:
         msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 complete ones, got {len(samples)}"

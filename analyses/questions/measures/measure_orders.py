@@ -16,7 +16,7 @@ from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.correlation.lost_answers import AREA, Rule
 from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, within
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, sum_ratio, with_floor
+from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, perturbation_and_floor, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.pairing import OfPair, Pair
@@ -296,10 +296,12 @@ class Order(Record):
 def sums(measured: Measurements) -> dict[Measure, Floats]:
     """Return (sample, config) Σ over heads of each measure, equal where all kept sets are.
 
-    Raises as `head_comparison.with_floor`.
+    Raises as `head_comparison.perturbation_and_floor`.
     """
-    moved = {f"{kind} {name}": with_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
-    equal = measurements.alike_first_steps(measured.trace, moved)
+    moved = {
+        f"{kind} {name}": perturbation_and_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES
+    }
+    equal = measurements.equalise_identical_runs(measured.trace, moved)
     return {(kind, name): equal[f"{kind} {name}"] for kind, name in MEASURES}
 
 
@@ -405,7 +407,7 @@ def each_prompt(
         moved: `sums` of the latter.
         indices: the configurations.
     """
-    lost = measurements.alike_first_steps(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
+    lost = measurements.equalise_identical_runs(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
     each: dict[tuple[str, Measure], Floats] = {
         (KL, measure): spearman(moved[measure][:, indices].T, lost.T) for measure in MEASURES
     }

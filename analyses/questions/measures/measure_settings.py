@@ -15,10 +15,10 @@ from perturbkv.analyses.pairing import (
     Pair,
     Sides,
     checked,
+    comparable_groups,
     configs_of,
     matches,
     pairs,
-    ranked_together,
     short_names,
 )
 from perturbkv.analyses.questions.measures.measure_orders import (
@@ -117,7 +117,7 @@ def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -
     _check_distances(trace)
     chosen, measured = _compared(trace, baseline, treatments), Measurements(trace, ANALYSIS, step)
     moved, results = sums(measured), []
-    for name, indices in ranked_together(trace.run.configs).items():
+    for name, indices in comparable_groups(trace.run.configs).items():
         configs = [trace.run.configs[index] for index in indices]
         own, norms = [pair for pair in chosen if pair[0] in configs], _by_norm(configs)
         if not own:

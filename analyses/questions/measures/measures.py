@@ -9,7 +9,7 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.heads.head_comparison import HeadKind
-from perturbkv.analyses.outcomes import SettingsResult, by_head
+from perturbkv.analyses.outcomes import SettingsResult, head_rows
 from perturbkv.analyses.pairing import Sides, counted
 from perturbkv.analyses.questions.measures.measure_orders import (
     FIRST,
@@ -136,7 +136,7 @@ class Measures(SettingsResult):
             for part, rows in (("treatment", setting.rows), ("norm", setting.norms))
             for row in rows
             for distance in DISTANCES
-            for head in by_head(row.heads[distance], setting=setting.name, part=part, distance=distance)
+            for head in head_rows(row.heads[distance], setting=setting.name, part=part, distance=distance)
         ]
 
     def _counts(self, other: str, counts: Counter[str]) -> str:
@@ -251,4 +251,4 @@ def measures(trace: Trace, baseline: str = "attention", treatments: Sides | None
         >>> list(row.heads), [one.distance for one in row.against]
         (['l1', 'l2', 'cosine'], ['l2', 'cosine', 'l2', 'cosine'])
     """
-    return Measures.of(trace, settings(trace, baseline, treatments, step), step)
+    return Measures.from_settings(trace, settings(trace, baseline, treatments, step), step)

@@ -284,5 +284,5 @@ def _identity(store: SwapStore, measured: MixtureOutcomes, digest: str) -> RunId
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         ended=measured.ended,
         source="measurements",
-        measured=str(made.get(MEASURED, "")),
+        measured_layers=str(made.get(MEASURED, "")),
     )

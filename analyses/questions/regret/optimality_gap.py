@@ -44,7 +44,7 @@ class Factor(Record):
 
 
 def _factor_text(factor: Factor) -> str:
-    return text.decimal(factor.value, factor.interval, apart="\n")
+    return text.decimal(factor.value, factor.interval, separator="\n")
 
 
 @record

@@ -7,7 +7,7 @@ from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
-from perturbkv.analyses.identity import RunIdentity, of_run
+from perturbkv.analyses.identity import RunIdentity, run_identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.pairing import common, counted
 from perturbkv.analyses.questions.regret.optimality_gap import OptimalityGap, SearchedPart, searched_parts
@@ -81,10 +81,6 @@ class Regret(Result):
             for line in _method_lines(part.name, part, range(len(part.methods)), part.methods)
         ]
 
-    def tables(self) -> Sequence[Part]:
-        """Return the table, where heads were searched that lose anything."""
-        return [self.table()] if self._known() else []
-
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
         return text.intervals_note(self.identity.samples, medians=True)
@@ -150,7 +146,7 @@ class Regret(Result):
 def regret_of(sets: FoundSets) -> Regret:
     """Return the optimality gap of every method (METHOD: the quantities): isolated L1 over the best known set's."""
     return Regret(
-        identity=of_run(sets.run, sets.made_with, len(sets.rows), "sets", sets.digest),
+        identity=run_identity(sets.run, sets.made_with, len(sets.rows), "sets", sets.digest),
         samples=tuple(str(row["sample"]) for row in sets.rows),
         parts=searched_parts(sets),
         searches=SearchSettings(**sets.asked),

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import with_floor
+from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, divergence
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, next_token_kl
 from perturbkv.analyses.pairing import OfPair, common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -67,7 +67,7 @@ def parts(measured: Measurements, config: EvictionConfig) -> Parts:
     Raises TraceError for what the trace lacks.
     """
     index = measured.index(config)
-    loss, floor = with_floor(measured, "isolated", "l1")
+    loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     mass = 1 - measured["retained_mass"][:, index]
     there = (mass > WHOLE) & (loss[:, index] > floor)
     logs = (np.log(np.where(there, part, np.nan)) for part in (loss[:, index], mass))
@@ -285,11 +285,9 @@ def _corrected(trace: Trace, config: EvictionConfig) -> list[EvictionConfig]:
 
 
 def _setting(measured: Measurements, config: EvictionConfig, corrected: Sequence[EvictionConfig], step: int) -> Setting:
-    kl = divergence(measured.trace, ANALYSIS, config, step)
     return Setting(
         baseline=config,
-        kl_median=kl.median,
-        kl_median_interval=kl.interval,
+        **next_token_kl(measured.trace, ANALYSIS, config, step),
         rows=tuple(_row(measured, config, one, corrected, step) for one in corrected),
         identity=identity(measured.trace, [config, *corrected], step),
     )
@@ -305,7 +303,9 @@ def _row(
     trace = measured.trace
     oracles = [other for other in corrected if other.correction.name == ORACLE and other != treatment]
     prediction = _prediction(trace, oracles[0], treatment, step) if oracles else None
-    return Row.of(trace, ANALYSIS, config, treatment, step, **_kl(measured, config, treatment), prediction=prediction)
+    return Row.compare(
+        trace, ANALYSIS, config, treatment, step, **_kl(measured, config, treatment), prediction=prediction
+    )
 
 
 def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig, step: int) -> Prediction:

@@ -224,7 +224,7 @@ def _over_steps(
 
 
 def _estimate_text(estimate: RankEstimate | Estimate | None) -> str:
-    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval, apart="\n")
+    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval, separator="\n")
 
 
 @record
@@ -404,7 +404,7 @@ def _same_heads(first: Trace, second: Trace) -> bool:
     """Return whether two traces are of one model, and of the same layers of it."""
     shapes = {trace.arrays["output_norm"].shape[2:] for trace in (first, second)}
     models = {(trace.run.model, trace.run.revision) for trace in (first, second)}
-    layers = {identity(trace, ()).measured for trace in (first, second)}
+    layers = {identity(trace, ()).measured_layers for trace in (first, second)}
     return len(shapes) == len(models) == len(layers) == 1
 
 

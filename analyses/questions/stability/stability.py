@@ -8,7 +8,7 @@ from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
-from perturbkv.analyses.identity import RunIdentity, identity, together
+from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.multi_trace import as_traces
 from perturbkv.analyses.pairing import common, of_selection, short_names
@@ -208,7 +208,7 @@ def stability(
         traces=tuple(map(stable_trace, ranked)),
         pairs=tuple(compare_pair(*pair) for pair in combinations(ranked, 2)),
         baseline=baselines[0] if baselines else None,
-        identity=together([identity(one.trace, [one.values.config]) for one in ranked]),
+        identity=joint_identity([identity(one.trace, [one.values.config]) for one in ranked]),
     )
 
 
