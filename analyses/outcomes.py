@@ -165,8 +165,8 @@ class OutcomeSetting(BaselineSetting):
 def divergence(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> Divergence:
     """Return the KL of one configuration. Raises TraceError and ConfigError as `Measurements`."""
     measured = Measurements(trace, analysis, step)
-    kl = measured["logit_kl"][:, [measured.index(config)]]
-    return Divergence(float(np.median(kl)), interval_at(intervals.of_medians(kl), 0))
+    kl = measured["logit_kl"][:, measured.index(config)]
+    return Divergence(float(np.median(kl)), intervals.of_median(kl))
 
 
 @record

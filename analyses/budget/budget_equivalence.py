@@ -238,8 +238,7 @@ class Loss:
         """Return one configuration's score in [0, 1], mean L1 or median KL, with its interval."""
         each = self.each[:, index]
         if self.name == "kl":
-            band = intervals.of_medians(each[:, None])
-            return float(np.median(each)), None if band is None else band.at(0)
+            return float(np.median(each)), intervals.of_median(each)
         if self.name == "score":
             return float(1 - each.mean()), intervals.of_mean(1 - each, share_of(0))
         return float(each.mean()), intervals.of_mean(each, POSITIVE)

@@ -145,7 +145,7 @@ class Rows:
 
     def row(self, index: int, base: int | None = None) -> Row:
         """Return one configuration, compared with the one that evicts alone at the same bytes."""
-        own, kl = self._perturbation[:, index], self._kl[:, [index]]
+        own, kl = self._perturbation[:, index], self._kl[:, index]
         over, over_interval = (None, None) if base is None else self._ratio(index, base)
         score = gain = None
         if self.scores is not None:
@@ -161,7 +161,7 @@ class Rows:
             ratio=over,
             ratio_interval=over_interval,
             kl_median=float(np.median(kl)),
-            kl_median_interval=text.interval_at(intervals.of_medians(kl), 0),
+            kl_median_interval=intervals.of_median(kl),
             score=None if score is None else float(score.mean()),
             score_interval=None if score is None else intervals.of_mean(score, share_of(0)),
             gain=None if gain is None else float(gain.mean()),

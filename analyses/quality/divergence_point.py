@@ -198,14 +198,13 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
     pairs = [(row["full"]["tokens"], row["evicted"][label]["tokens"]) for row in rows]
     first = np.array([_first_difference(full, evicted) for full, evicted in pairs])
     rouge = np.array([rouge_l(row["evicted"][label]["text"], row["full"]["text"]) for row in rows])
-    middle = intervals.of_medians(first[:, None])
     return DivergencePoint(
         config=config,
         cache_share=float(np.mean(shares)),
         first_difference=first,
         equal_share_interval=intervals.of_samples(np.isinf(first)),
         median_first_difference=float(np.quantile(first, 0.5, method="lower")),
-        median_first_difference_interval=None if middle is None else middle.at(0),
+        median_first_difference_interval=intervals.of_median(first),
         rouge_l=rouge,
         mean_rouge_l_interval=intervals.of_mean(rouge, _BETWEEN),
         forced=None if rows[0].get("divergence") is None else _forced(rows, label, span),
@@ -231,8 +230,7 @@ def _forced(rows: Sequence[Row], label: str, span: int) -> ForcedReading:
 
 def _of_median(each: Floats) -> Scalar:
     """Return the interval of the median over the samples (sample,) that are not NaN."""
-    band = intervals.of_medians(each[~np.isnan(each), None])
-    return None if band is None else band.at(0)
+    return intervals.of_median(each[~np.isnan(each)])
 
 
 def _of_medians(curves: Floats) -> Band:

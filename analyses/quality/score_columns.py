@@ -14,7 +14,6 @@ from perturbkv.analyses.pairing import ranked_together, short_names
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Floats, Scalar, share_of
-from perturbkv.analyses.text import interval_at
 from perturbkv.configs.eviction import EvictionConfig
 
 _SCORE = share_of(0)
@@ -200,13 +199,13 @@ def cache_shares(tasks: Sequence[Task]) -> Floats:
 
 def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
     """Return medians over samples, with their intervals."""
-    propagated, kl = (array[:, [index]] for array in (task.propagated, task.kl))
+    propagated, kl = (array[:, index] for array in (task.propagated, task.kl))
     return FirstStep(
         config=config,
         propagated=float(np.median(propagated)),
-        propagated_interval=interval_at(intervals.of_medians(propagated), 0),
+        propagated_interval=intervals.of_median(propagated),
         kl=float(np.median(kl)),
-        kl_interval=interval_at(intervals.of_medians(kl), 0),
+        kl_interval=intervals.of_median(kl),
     )
 
 

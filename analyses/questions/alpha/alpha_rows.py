@@ -258,14 +258,13 @@ def _off(sweep: Sweep, fold: Fold, own: Measurements) -> float:
 
 def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed: int) -> Outcome:
     kl, drift = arrays["logit_kl"], arrays["hidden_drift_l1"][:, :, -1]
-    median = intervals.of_medians(kl[:, [index]])
     over_paper, over_fixed = (_ratio(kl[:, other], kl[:, index]) for other in (paper, fixed))
     drifted, lower = _ratio(drift[:, paper], drift[:, index]), kl[:, index] < kl[:, paper]
     propagated = sum_ratio(*(arrays["perturbation_propagated"][:, one] for one in (paper, index)))
     return Outcome(
         name=name,
         kl_median=float(np.median(kl[:, index])),
-        kl_median_interval=None if median is None else median.at(0),
+        kl_median_interval=intervals.of_median(kl[:, index]),
         kl=over_paper[0],
         kl_interval=over_paper[1],
         kl_lower=float(lower.mean()),

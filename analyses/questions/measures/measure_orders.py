@@ -14,7 +14,7 @@ import numpy as np
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.correlation.lost_answers import AREA, Rule
-from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, within
+from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, correlate_within_prompts
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, sum_ratio, with_floor
 from perturbkv.analyses.layers import drift as layers
@@ -419,7 +419,7 @@ def _of_answers(trace: Trace, indices: Sequence[int]) -> EachPrompt:
     right = graded.full > RULE.right
     scored = graded.evicted[right][:, indices]
     lost = RULE.lost_of(graded.full[right], scored)
-    ranks = {measure: within(moved[measure][right][:, indices], scored, lost) for measure in MEASURES}
+    ranks = {measure: correlate_within_prompts(moved[measure][right][:, indices], scored, lost) for measure in MEASURES}
     return {
         **{(SCORE, measure): one.rho for measure, one in ranks.items()},
         **{(LOST, measure): one.area for measure, one in ranks.items()},

@@ -24,7 +24,7 @@ from perturbkv.analyses.questions.patching.patching_values import (
     shapley,
 )
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.coalition import Orders, Path
+from perturbkv.analyses.stats.coalition import GreedyPath, Orders
 from perturbkv.analyses.stats.intervals import COVERED, LEAST, Scalar
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.configs.eviction import EvictionConfig
@@ -233,7 +233,7 @@ def conclude(
     game: Game,
     settings: PatchingConfig,
     orders: Orders | None,
-    paths: Sequence[Path],
+    paths: Sequence[GreedyPath],
     digest: str = "",
 ) -> Patching:
     """Return the result of what was measured.

@@ -16,7 +16,7 @@ from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import coalition, intervals
-from perturbkv.analyses.stats.coalition import Orders, Path
+from perturbkv.analyses.stats.coalition import GreedyPath, Orders
 from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, Scalar, difference_of
 from perturbkv.analyses.text import interval_at
 from perturbkv.configs.patching import Coalition, Game, Mixture
@@ -95,7 +95,7 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         if scored:
             return np.asarray(weights @ flat.T)
         below = weights @ baseline
-        return np.asarray((weights @ (baseline + flat).T) / np.where(below == 0, np.nan, below)[:, None])
+        return np.asarray(1 + (weights @ flat.T) / np.where(below == 0, np.nan, below)[:, None])
 
     value = statistic(np.full((1, samples), 1 / samples))[0].reshape(differences.shape[:-1])
     ends = intervals.band(statistic, samples, difference_of(1) if scored else RATIO)
@@ -304,17 +304,20 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
     """Return values from drawn orders; from all subsets where they are None."""
     players = len(measured.game.players)
     everybody = measured.game.everybody
-    passed = coalition.needed(players, orders)
+    passed = coalition.required_coalitions(players, orders)
     values = coalition_outcomes(measured, passed, outcome)
     baseline = values[frozenset[int]()]
     if orders is None:
-        per_sample, sampling = coalition.exact(values, players), np.zeros(players)
+        per_sample, sampling = coalition.exact_values(values, players), np.zeros(players)
     else:
-        each = coalition.marginals(values, orders)
+        each = coalition.marginal_contributions(values, orders)
         per_sample, sampling = each.mean(axis=0), sampling_error(each, scale(baseline, outcome))
     value, value_interval = change(per_sample, baseline, outcome)
     total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
-    alone, last = (Shift.of(end(values, players), baseline, outcome) for end in (coalition.alone, coalition.last))
+    alone, last = (
+        Shift.of(end(values, players), baseline, outcome)
+        for end in (coalition.first_contributions, coalition.last_contributions)
+    )
     return Shapley(
         names=tuple(map(str, measured.game.players)),
         value=value,
@@ -330,7 +333,7 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
     )
 
 
-def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[Path]) -> Greedy:
+def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[GreedyPath]) -> Greedy:
     """Return the curves of two paths, which choose on one half of the samples and are judged on the other."""
     baseline = measured.coalition(frozenset(), outcome)
 
@@ -348,7 +351,7 @@ def sampling_error(each: Floats, unit: float) -> Floats:
 
     Student's t of the pairs' means, whose sums over samples are divided by `unit`.
     """
-    pairs = coalition.by_pair(each.sum(axis=-1)) / (unit if unit else np.nan)
+    pairs = coalition.pair_means(each.sum(axis=-1)) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
@@ -417,8 +420,8 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
 
 def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, Scalar]:
     """Return the median over samples of a mixture's KL, with its interval."""
-    each = measured.outcome(mixture, "kl")[:, None]
-    return float(np.median(each)), interval_at(intervals.of_medians(each), 0)
+    each = measured.outcome(mixture, "kl")
+    return float(np.median(each)), intervals.of_median(each)
 
 
 def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, Scalar]:

@@ -21,7 +21,6 @@ from perturbkv.analyses.pairing import counted, short_names
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import half_share, ratio
 from perturbkv.analyses.stats.intervals import RATIO, Kind, Scalar
-from perturbkv.analyses.text import interval_at
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.optimum import chain
@@ -126,7 +125,7 @@ def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequ
         sum_ratio=float(ratio(*sums.sum(axis=0))),
         sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
         median_ratio=float(np.median(medians)),
-        median_ratio_interval=interval_at(intervals.of_medians(medians[:, None]), 0),
+        median_ratio_interval=intervals.of_median(medians),
         half=half_share(np.concatenate([one.methods[index] for one in samples])),
         factor=_factor([_logs(one.methods[index], one.best) for one in samples], _NEVER_BELOW),
         form=_factor([part[0] for part in parts]),
