@@ -306,6 +306,11 @@ def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     return [_short_label(own, texts, telling) for own, texts in zip(words, written, strict=True)]
 
 
+def method_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """Return the short name of each configuration; 'evicted' where nothing distinguishes it."""
+    return [name or "evicted" for name in short_names(configs, *without)]
+
+
 def _short_label(words: Mapping[str, str], written: Mapping[str, str], telling: Collection[str]) -> str:
     """Return the parts of a label that the words name, in the label's order and notation.
 

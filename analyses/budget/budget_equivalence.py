@@ -118,7 +118,7 @@ def _equivalent_budget(budgets: Floats, falling: Floats, own: float, level: Floa
 
 
 def _flat_index(curve: Floats, aim: float) -> int | None:
-    """Return the first index at the level `aim`, where the curve is flat at an end or `aim` is a score of 0; else None."""
+    """Return the first index at the level `aim` where the curve ends flat there or `aim` is a score of 0; else None."""
     same = np.abs(curve - aim) <= _SAME
     if same[:2].all() or same[-2:].all() or aim >= 1 - _SAME:
         return int(np.argmax(same))  # the smallest one also where every budget scores something

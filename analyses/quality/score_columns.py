@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.pairing import ranked_together, short_names
+from perturbkv.analyses.pairing import method_names, ranked_together
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Floats, Scalar, share_of
@@ -24,7 +24,7 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Comparison:
-    """Configurations, and which of them are compared with each other.
+    """The configurations, and which of them are compared with each other.
 
     Attributes:
         configs: of every data set.
@@ -228,7 +228,7 @@ def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, 
 
 
 def _best(means: Sequence[float], compared: Comparison) -> list[bool]:
-    """Return whether each is the highest of its group, where these differ; equal ones all are."""
+    """Return for each mean whether it is the highest of its group, ties included; False where all are equal."""
     best = [False] * len(means)
     for indices in compared.groups.values():
         some = [means[index] for index in indices]
@@ -260,9 +260,9 @@ class Row:
 
     Attributes:
         index: among the configurations; None of the full cache.
-        method: what distinguishes it beside its budget.
+        method: its short name without the budget.
         budget: as the user gave it; empty of the full cache.
-        group: name of those that it is compared with, as in `ranked_together`; empty of the full cache.
+        group: name of the configurations that it is compared with, as in `ranked_together`; empty for the full cache.
         cache_share: entries over the full cache's, mean over the data sets shown; NaN where a trace lacks them.
         cells: one per column.
     """
@@ -296,7 +296,7 @@ class Layout:
 
 
 def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], average: ScoreColumn) -> Layout:
-    """Return the table of some columns, and of the average where they are several."""
+    """Return the layout of some columns, with the average where they are several."""
     shown = (*columns, average) if len(columns) > 1 else tuple(columns)
     kinds = ["" if one.name in (AVERAGE, one.kind) else one.kind for one in shown]
     return Layout(
@@ -308,7 +308,7 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], av
 
 def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> tuple[Row, ...]:
     """Return the full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
-    names = [name or "evicted" for name in short_names(configs, "budget")]
+    names = method_names(configs, "budget")
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
     groups = ranked_together(configs)
     full = Row(None, FULL, "", "", 1.0, tuple(Cell(one.full, one.full_interval, best=False) for one in columns))
