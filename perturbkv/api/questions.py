@@ -160,7 +160,7 @@ def run_patching(
 
 
 def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
-    from perturbkv.analyses.questions.patching.patching import conclude
+    from perturbkv.analyses.questions.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
     game, store = measuring.game, measuring.store
@@ -171,12 +171,16 @@ def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
     measuring.expect(found["mixtures"], again=found["greedy"] > 0)
     measuring.everywhere([game.mixture(one) for one in passed])
     paths = _greedy(measuring, asked)
-    return conclude(store, game, asked, orders, paths, _digest(store.path))
+    return patching_result(store, game, asked, orders, paths, _digest(store.path))
 
 
 def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
     """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
-    from perturbkv.analyses.questions.patching.patching_values import MixtureOutcomes, better, coalition_outcomes
+    from perturbkv.analyses.questions.patching.patching_values import (
+        MixtureOutcomes,
+        coalition_outcomes,
+        sign_of_better,
+    )
     from perturbkv.analyses.stats.coalition import GreedyPath, draw_halves
 
     measured = MixtureOutcomes(measuring.store, measuring.game, asked.step)
@@ -190,8 +194,8 @@ def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
         for chosen in paths:
             candidates = chosen.candidates(players)
             measuring.of(candidates, [samples[place] for place in chosen.choosing])
-            own = measured.only(chosen.choosing)
-            chosen.choose(coalition_outcomes(own, candidates, asked.outcome), better(asked.outcome))
+            own = measured.select(chosen.choosing)
+            chosen.choose(coalition_outcomes(own, candidates, asked.outcome), sign_of_better(asked.outcome))
     for chosen in paths:
         measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
     return paths

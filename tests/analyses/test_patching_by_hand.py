@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.questions.patching import patching_values
-from perturbkv.analyses.questions.patching.patching import Patching, conclude
+from perturbkv.analyses.questions.patching.patching import Patching, patching_result
 from perturbkv.analyses.questions.patching.patching_values import sampling_error
 from perturbkv.analyses.stats import coalition as greedy
 from perturbkv.analyses.stats import coalition as shapley
@@ -109,7 +109,7 @@ def concluded(
     game = game_of(asked)
     drawn = asked.permutations
     orders = None if drawn is None else shapley.draw_orders(4, drawn, asked.seed)
-    return conclude(store_of(value, game), game, asked, orders, paths or [])
+    return patching_result(store_of(value, game), game, asked, orders, paths or [])
 
 
 def test_changes_are_told_over_the_baseline_and_add_up() -> None:
@@ -162,7 +162,7 @@ def test_a_table_of_wide_intervals_fits_80_columns() -> None:
         each = np.random.default_rng(3).normal(-4, 5, (4, 6))
         return 20 + each[sorted(coalition)].sum(axis=0) * (1 + len(coalition)) / 5
 
-    result = conclude(
+    result = patching_result(
         store_of(wide, game, samples=6), game, PatchingConfig(permutations=8), shapley.draw_orders(4, 8, 0), []
     )
     lines = repr(result).splitlines()
@@ -249,7 +249,7 @@ def test_a_greedy_path_is_chosen_on_one_half_and_judged_on_the_other() -> None:
     np.testing.assert_array_equal(chosen, [[10, 10, 10, 10], [6, 6, 5, 5], [8, 8, 8, 8]])
     np.testing.assert_array_equal(judged, [[10, 10, 10, 10], [12, 12, 13, 13], [8, 8, 8, 8]])
     game = game_of(PatchingConfig(), 2)
-    found = conclude(store_of(value, game, samples=4), game, PatchingConfig(), None, paths).greedy
+    found = patching_result(store_of(value, game, samples=4), game, PatchingConfig(), None, paths).greedy
     assert found is not None and found.paths == ((0, 1), (1, 0))
     np.testing.assert_allclose(found.chosen, [0, 22 / 40 - 1, 32 / 40 - 1])
     np.testing.assert_allclose(found.judged, [0, 50 / 40 - 1, 32 / 40 - 1])
@@ -294,7 +294,7 @@ def test_mixtures_by_name_are_held_against_the_baseline() -> None:
 
 def test_equal_kept_sets_are_ties_and_are_said_to_be_equal() -> None:
     game = game_of(PatchingConfig(permutations=0))
-    found = conclude(
+    found = patching_result(
         store_of(additive, game, same=True), game, PatchingConfig(permutations=0), shapley.draw_orders(4, 0, 0), []
     )
     assert found.named[0].heads.tied == 4
@@ -314,7 +314,7 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
             10 - np.array([3.0, 3.2, 2.8, 3.1, 2.9, 3.0]) * (0 in coalition) + np.array([1, -1] * 3) * (3 in coalition)
         )
 
-    result = conclude(store_of(clear, game, samples=6), game, PatchingConfig(), None, [])
+    result = patching_result(store_of(clear, game, samples=6), game, PatchingConfig(), None, [])
     assert result.shapley is not None
     assert [interval_verdict(player.value_interval, 0) for player in result.shapley.players] == [-1, 0, 0, 0]
     assert result.conclusion() == (

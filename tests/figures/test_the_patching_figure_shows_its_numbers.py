@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.questions.patching.patching import Patching, conclude
+from perturbkv.analyses.questions.patching.patching import Patching, patching_result
 from perturbkv.analyses.stats import coalition as shapley
 from perturbkv.analyses.stats.coalition import GreedyPath
 from perturbkv.configs.patching import Coalition, PatchingConfig
@@ -31,7 +31,7 @@ def made(**asked: object) -> Patching:
     halves = (np.arange(3), np.arange(3, 6))
     paths = [GreedyPath(*halves, [0, 2, 1]), GreedyPath(*halves[::-1], [3, 0, 1])]
     orders = None if question.permutations is None else shapley.draw_orders(LAYERS, question.permutations, 0)
-    return conclude(store, game, question, orders, [] if question.greedy == 0 else paths)
+    return patching_result(store, game, question, orders, [] if question.greedy == 0 else paths)
 
 
 def legend(figure: Figure) -> list[str]:
