@@ -157,8 +157,8 @@ class OutcomeSetting(BaselineSetting):
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
     """Return the columns `kl_median` and `kl_median_interval` of one configuration. Raises as `Measurements`."""
     measurements = Measurements(trace, analysis, step)
-    kl = measurements["logit_kl"][:, [measurements.index(config)]]
-    return {"kl_median": float(np.median(kl)), "kl_median_interval": interval_at(intervals.of_medians(kl), 0)}
+    kl = measurements["logit_kl"][:, measurements.index(config)]
+    return {"kl_median": float(np.median(kl)), "kl_median_interval": intervals.of_median(kl)}
 
 
 @record

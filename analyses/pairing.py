@@ -303,6 +303,11 @@ def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     return [_short_label(words, own, varied) for words, own in zip(distinct, texts, strict=True)]
 
 
+def method_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """Return the short name of each configuration; 'evicted' where nothing distinguishes it."""
+    return [name or "evicted" for name in short_names(configs, *without)]
+
+
 def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Collection[str]) -> str:
     """Return the parts of a label that distinguish configurations, in the label's order and notation.
 

@@ -31,6 +31,16 @@ def percent(share: float, interval: Scalar = None, separator: str = " ") -> str:
     return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + ends(interval, _hundredths, separator)
 
 
+def points(score: float, interval: Scalar = None, apart: str = " ", end_digits: int = 1) -> str:
+    """Return '43.8 [40.1, 47.5]' of a score, or of a difference of two, in [−1, 1]: times 100, as papers show it."""
+    return fixed(100 * score, 1) + ends(interval, lambda end: fixed(100 * end, end_digits), apart)
+
+
+def joined_names(names: Sequence[str]) -> str:
+    """Return 'a, b and c'."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def significant(value: float, interval: Scalar = None) -> str:
     """Return a number with three significant digits, thousands separated, its interval on a second line."""
     return "–" if isnan(value) else _three_digits(value) + ends(interval, _three_digits, "\n")

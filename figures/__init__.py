@@ -27,7 +27,7 @@ FIGURES = {
     "HeadComparisons": "heads:draw_panels",
     "Horizon": "horizon",
     "Horizon.plot_heads": "horizon:draw_heads",
-    "Judged": "quality:draw_judged",
+    "JudgeScores": "quality:draw_judged",
     "Correlation": "correlation",
     "Measures": "measures",
     "MethodRanking": "ablation:draw_methods",

@@ -67,7 +67,7 @@ def _foot_text(result: Correlation) -> str:
 def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
     for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            rho, null = one.strength(name).rho, one.named(name).rho.exchanged
+            rho, null = one.strength(name).rho, one.identity_baselines(name).rho.exchanged
             _point(axes, _HEIGHTS[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
             _band(axes, _HEIGHTS[name] + shift, null.low, null.high)
     _frame(axes, 0, (-1.05, 1.05), "Spearman’s ρ with the score")
@@ -80,7 +80,7 @@ def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> N
 def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
     for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            area, null = one.strength(name).auc, one.named(name).auc.exchanged
+            area, null = one.strength(name).auc, one.identity_baselines(name).auc.exchanged
             _point(axes, _HEIGHTS[name] + shift, area.value, area.interval, colour, f"auc {one.name} {name}")
             _band(axes, _HEIGHTS[name] + shift, null.low, null.high)
     _frame(axes, 0.5, (-0.025, 1.025), "share of pairs (AUC)")
@@ -91,7 +91,7 @@ def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> N
 
 def _note_silence(axes: Axes, settings: Sequence[Setting]) -> None:
     """Write into an empty panel why no prompt decides."""
-    reasons = dict.fromkeys(one.silence for one in settings)
+    reasons = dict.fromkeys(one.undecided_reason for one in settings)
     style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
 
 
@@ -152,5 +152,9 @@ def _label(one: Setting) -> str:
     """Return budget, methods, cache share, and the deciding prompts, or why none decides."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     deciding = one.strength(HEADLINE)
-    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence.split(";")[0]
+    n = (
+        f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)"
+        if one.decides
+        else one.undecided_reason.split(";")[0]
+    )
     return f"b={one.name}: {len(one.configs)} methods, held / full {shares}, {n}"

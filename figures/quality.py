@@ -22,10 +22,10 @@ from perturbkv.analyses import text
 from perturbkv.analyses.pairing import SIDE, apart, counted, folded, short_names
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
-from perturbkv.analyses.quality.judge import OUTCOMES, Judged, Preferences
+from perturbkv.analyses.quality.judge import OUTCOMES, JudgeScores, Preferences
 from perturbkv.analyses.quality.quality import Quality
 from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
-from perturbkv.analyses.quality.score_tables import about_scores
+from perturbkv.analyses.quality.score_tables import scores_note
 from perturbkv.analyses.stats.intervals import LEAST, Band, median_level
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, style
@@ -57,7 +57,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         rows = -(-len(shown) // columns)
         beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
-        note = f"{about_scores(result.datasets)} {_bars(result)}"
+        note = f"{scores_note(result.datasets)} {_bars(result)}"
         foot_mm = style.long_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -275,7 +275,7 @@ _JUDGED_ROW_MM, _JUDGED_AROUND_MM, _LETTERS_MM = 6.5, 30, 2.6
 _COLOURS = {"win": "#0173b2", "tie": "0.75", "loss": "#de8f05"}
 
 
-def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_judged(result: JudgeScores, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a dot per configuration with its interval, and the full cache's as a line with its own."""
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)

@@ -75,7 +75,7 @@ class HeadKind(Record):
     @derived()
     def sign_flips(self) -> SignFlips:
         """Heads that are better or worse beyond chance; above 0: better."""
-        return permutation.decide(self.differences)
+        return permutation.sign_flip_tests(self.differences)
 
     @derived()
     def improved(self) -> int:

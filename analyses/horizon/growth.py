@@ -213,7 +213,7 @@ def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: Steps) 
         growth=float(total.factor),
         growth_interval=intervals.scalar(weighted_growth, len(early[0]), RATIO) if total.above else None,
         head_growth=heads.factor,
-        sign_flips=permutation.decide(samples.logarithm),
+        sign_flips=permutation.sign_flip_tests(samples.logarithm),
     )
 
 

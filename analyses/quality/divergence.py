@@ -19,7 +19,7 @@ from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, short_names
+from perturbkv.analyses.pairing import common, counted, method_names
 from perturbkv.analyses.quality.divergence_point import AT_START, MOST_SPANS, DivergencePoint, divergence_point, spans
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import extremes, sample_note, sentence
@@ -31,7 +31,7 @@ ANALYSIS = "divergence"
 
 @record
 class Divergence(Result):
-    """Every configuration's answers beside the full cache's."""
+    """The divergence of every configuration's answers from the full cache's."""
 
     SECTION = "quality --divergence"
     DOCUMENT = "about answers"
@@ -59,9 +59,9 @@ class Divergence(Result):
         else:
             counts = [(name, median, counted(int(median), "token")) for name, median in medians]
             clauses = [f"the median answer first differs from the full cache's after {extremes(counts, 'with')}"]
-        forced = [(name, one.kl, _nat(one)) for name, one in named if one.kl is not None]
+        forced = [(name, one.kl, _format_kl(one)) for name, one in named if one.kl is not None]
         if forced:
-            answers = counted(self._read, "answer")
+            answers = counted(self._answer_count, "answer")
             clauses.append(
                 f"where every cache reads the full one's, the median KL of {answers} is {extremes(forced, 'with')}"
             )
@@ -91,7 +91,7 @@ class Divergence(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return KL at the end of answers, what differences and KL are, and the noise floor."""
+        """Return KL in the last third of answers, what differences and KL are, and the noise floor."""
         parts: list[Part] = [
             "An answer that ends before the other differs there; never: no token differs, to the end or to the longest "
             "answer that was generated."
@@ -101,8 +101,8 @@ class Divergence(Result):
                 0, columns.table("reading the full cache's answer", self.lines(), ("kl", "kl_last"), self.FIRST)
             )
             parts.append(
-                f"KL and same next token are of the {counted(self._read, 'answer')} with any token. Everything kept: "
-                f"{np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
+                f"KL and same next token are of the {counted(self._answer_count, 'answer')} with any token. "
+                f"Everything kept: {np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
             )
         return [*parts, text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)]
 
@@ -123,16 +123,16 @@ class Divergence(Result):
         ]
 
     @property
-    def _read(self) -> int:
-        """How many samples have an answer of the full cache's to read."""
+    def _answer_count(self) -> int:
+        """The number of samples whose full answer has any token."""
         return sum(length > 0 for length in self.lengths)
 
     def _named(self) -> list[tuple[str, DivergencePoint]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
+        names = method_names(self.identity.configs)
         return list(zip(names, self.configs, strict=True))
 
     def _with_shares(self) -> tuple[list[tuple[str, DivergencePoint]], str]:
-        """Return the configurations by name, and cache shares: of all, or behind each name where they differ."""
+        """Return the configurations by name, and their cache share; where shares differ, each behind its name."""
         start = " at the start" if self.compress_every else ""
         shares = [f"cache share {text.cache_share(one.cache_share)}{start}" for one in self.configs]
         if len(set(shares)) == 1:
@@ -174,7 +174,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     )
 
 
-def _nat(one: DivergencePoint) -> str:
+def _format_kl(one: DivergencePoint) -> str:
     """Return '0.22 nat [0.1, 0.3]'."""
     value, _, ends = text.significant(one.kl or 0.0, one.kl_interval).partition("\n")
     return f"{value} nat {ends}".rstrip()

@@ -1,4 +1,4 @@
-"""An external judge's verdicts: mean scores of every cache's answers, or wins and losses against the full cache's."""
+"""The verdicts of an external judge: mean scores of every cache's answers, or preferences against the full cache's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from perturbkv.analyses.columns import Line, Record, column, derived, interval, 
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import columns_of
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, short_names
-from perturbkv.analyses.quality.divergence_point import AT_START
+from perturbkv.analyses.pairing import common, counted, method_names
+from perturbkv.analyses.quality.divergence_point import AT_START, mean_cache_share
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import LEAST, Kind, Scalar, difference_of
@@ -25,9 +25,9 @@ from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.storage.judgements import TIE, Judge, Judgement
 
 _FREEDOM = 3 / 8
-"""As of a mean of shares. Drawing scores of 1 to 10, skewed and not, intervals of eight samples with the scale's limits
-hold the mean in 93 to 100 % of draws. Without a scale the limits are the scores given, which say nothing of others
-where a cache's are all alike: then there is no interval."""
+"""Degrees of freedom per sample, as of a mean of shares. For scores drawn from 1 to 10, skewed and not, intervals of
+eight samples with the scale's limits cover the mean in 93 to 100 % of draws. Without a scale the limits are the scores
+given, which bound nothing where a cache's scores are all equal: then there is no interval."""
 _FALLS = {
     1: ("the judge scores answers from evicted caches lower", "lower"),
     -1: ("the judge scores answers from evicted caches higher", "higher"),
@@ -45,10 +45,6 @@ class JudgeRequest(Record):
     pairwise: bool = column("whether pairs are compared, instead of answers scored")
     seed: int = column("of the order within pairs")
     scale: tuple[float, float] | None = column("least and largest score; null: any number")
-
-
-def _request(judge: Judge) -> JudgeRequest:
-    return JudgeRequest(**judge.record()["judge"])
 
 
 @record
@@ -92,8 +88,8 @@ class ScoredCache(Record):
 
 
 @record
-class Judged(Result):
-    """Every cache's answers before one judge.
+class JudgeScores(Result):
+    """One judge's scores of every cache's answers.
 
     Attributes:
         compress_every: entries above which a cache was compressed again; None: never.
@@ -117,9 +113,9 @@ class Judged(Result):
         """Return whether evicted caches' answers are scored lower, and by how much."""
         drops = [(name, one.mean_drop, text.decimal(one.mean_drop, one.mean_drop_interval))
                  for name, one in self._named()]  # fmt: skip
-        alike = None if len(self.samples) < LEAST else 0  # without an interval nothing is decided
+        undecided = None if len(self.samples) < LEAST else 0
         verdicts = [
-            alike if one.mean_drop_interval is None else interval_verdict(one.mean_drop_interval, 0)
+            undecided if one.mean_drop_interval is None else interval_verdict(one.mean_drop_interval, 0)
             for one in self.configs
         ]
         few = "too few samples to decide whether the judge scores answers from evicted caches lower"
@@ -141,7 +137,7 @@ class Judged(Result):
         return text.intervals_note(len(self.samples))
 
     def caveats(self) -> Sequence[str]:
-        """Return the range of scores, and that what is all alike has no interval."""
+        """Return the range of the scores, and that equal scores have no interval."""
         every = np.concatenate([one.scores for one in (self.full, *self.configs)])
         limit = "" if self.judge.scale else ", beyond which no interval goes"
         return [
@@ -166,18 +162,18 @@ class Judged(Result):
 
     @property
     def _unbounded(self) -> bool:
-        """Whether some mean has no interval because all its samples are alike."""
+        """Whether some mean has no interval because all its samples are equal."""
         ends = [self.full.mean_interval, *(end for one in self.configs
                                            for end in (one.mean_interval, one.mean_drop_interval))]  # fmt: skip
         return len(self.samples) > 1 and None in ends
 
     def _named(self) -> list[tuple[str, ScoredCache]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
+        names = method_names(self.identity.configs)
         return list(zip(names, self.configs, strict=True))
 
 
-def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Judged:
-    """Return the scores that a judge gave every answer."""
+def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> JudgeScores:
+    """Return the result of a judge's scores of every answer."""
     given = {(one.sample, one.label): one.score for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
 
@@ -190,22 +186,21 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
 
     def scored(config: EvictionConfig | None) -> ScoredCache:
         label = None if config is None else config.label()
-        own, shares = scores(label), [row["evicted"][label].get("held_share", np.nan) if label else 1.0
-                                      for row in answers.rows]  # fmt: skip
+        own = scores(label)
         drop = full - own
         return ScoredCache(
             config=config,
-            cache_share=float(np.mean(shares)),
+            cache_share=mean_cache_share(answers.rows, label) if label else 1.0,
             scores=own,
-            mean_interval=bounded(own, Kind(_FREEDOM, limits=limits), judge),
+            mean_interval=bounded_interval(own, Kind(_FREEDOM, limits=limits), judge),
             drop=drop,
-            mean_drop_interval=bounded(drop, difference_of(width), judge),
+            mean_drop_interval=bounded_interval(drop, difference_of(width), judge),
         )
 
     configs = tuple(scored(config) for config in answers.run.configs)
-    return Judged(
+    return JudgeScores(
         identity=answers_identity(answers),
-        judge=_request(judge),
+        judge=JudgeRequest(**judge.record()["judge"]),
         samples=samples,
         compress_every=answers.compress_every,
         full=scored(None),
@@ -214,8 +209,8 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
     )
 
 
-def bounded(each: Floats, kind: Kind, judge: Judge) -> Scalar:
-    """Return the interval of a mean; None where all samples are alike and no scale bounds the others."""
+def bounded_interval(each: Floats, kind: Kind, judge: Judge) -> Scalar:
+    """Return the interval of a mean; None where all samples are equal and no scale bounds the scores."""
     return None if judge.scale is None and np.ptp(each) == 0 else intervals.of_mean(each, kind)
 
 
@@ -230,7 +225,7 @@ _LOSES = {
 
 @record
 class PreferredCache(Record):
-    """One configuration's answers against the full cache's."""
+    """The judge's preferences between one configuration's answers and the full cache's."""
 
     SECTION = "preferred cache"
 
@@ -271,7 +266,7 @@ class PreferredCache(Record):
 
 @record
 class Preferences(Result):
-    """Every configuration's answers against the full cache's, before one judge.
+    """One judge's preferences between every configuration's answers and the full cache's.
 
     Attributes:
         compress_every: entries above which a cache was compressed again; None: never.
@@ -316,7 +311,7 @@ class Preferences(Result):
         return f"n = {counted(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
 
     def caveats(self) -> Sequence[str]:
-        """Return how many pairs were decided by being the same, and how often the first shown won."""
+        """Return how many pairs were equal and not judged, and how often the answer shown first won."""
         return [
             f"{counted(self.same, 'pair')} of the same text: ties, which the judge did not get.",
             f"The answer shown first won {text.percent(self.first)} of {counted(self.pairs, 'decided pair')}.",
@@ -339,26 +334,25 @@ class Preferences(Result):
         ]  # fmt: skip
 
     def _named(self) -> list[tuple[str, PreferredCache]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
+        names = method_names(self.identity.configs)
         return list(zip(names, self.configs, strict=True))
 
 
-def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Preferences:
-    """Return the wins, ties and losses that a judge gave every pair."""
+def judge_preferences(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Preferences:
+    """Return the result of a judge's preferences in every pair."""
     given = {(one.sample, one.label): str(one.outcome) for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
     firsts = [one.first for one in judgements if one.first is not None]
     configs = []
     for config in answers.run.configs:
         outcomes = tuple(given[sample, config.label()] for sample in samples)
-        shares = [row["evicted"][config.label()].get("held_share", np.nan) for row in answers.rows]
-        configs.append(_preferred(config, float(np.mean(shares)), outcomes))
+        configs.append(_preferred_cache(config, mean_cache_share(answers.rows, config.label()), outcomes))
     first = float(np.mean(firsts)) if firsts else np.nan
     texts = [(row["full"]["text"], one["text"]) for row in answers.rows for one in row["evicted"].values()]
     same = sum(full == own for full, own in texts)
     return Preferences(
         identity=answers_identity(answers),
-        judge=_request(judge),
+        judge=JudgeRequest(**judge.record()["judge"]),
         samples=samples,
         compress_every=answers.compress_every,
         configs=tuple(configs),
@@ -369,7 +363,7 @@ def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgem
     )
 
 
-def _preferred(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
+def _preferred_cache(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
     hits = {name: np.array([one == name for one in outcomes]) for name in OUTCOMES}
     played = hits["loss"][~hits[TIE]]
     return PreferredCache(

@@ -135,9 +135,9 @@ def _judge(
 
 
 def _judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Result:
-    from perturbkv.analyses.quality.judge import judged, preferred
+    from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 
-    return preferred(answers, judge, judgements) if judge.pairwise else judged(answers, judge, judgements)
+    return judge_preferences(answers, judge, judgements) if judge.pairwise else judge_scores(answers, judge, judgements)
 
 
 def _check_judge_options(run: RunOptions, pairwise: bool) -> None:

@@ -15,7 +15,7 @@ from perturbkv.analyses.horizon import horizon
 from perturbkv.analyses.layers import budget_curves, layers
 from perturbkv.analyses.needle import needle
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.permutation import decide
+from perturbkv.analyses.stats.permutation import sign_flip_tests
 from perturbkv.cli import console
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -111,7 +111,7 @@ def test_the_ablation_has_intervals_everywhere() -> None:
 
 
 def test_few_heads_by_chance_are_told_with_a_decimal() -> None:
-    some = decide(np.random.default_rng(0).normal(size=(6, 8)))
+    some = sign_flip_tests(np.random.default_rng(0).normal(size=(6, 8)))
     assert 0 < some.chance_mean < 0.5
     result = heads.compare_heads(made(samples=7))
     chance = result[0].propagated.sign_flips.chance_mean

@@ -14,7 +14,7 @@ import numpy as np
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.correlation.lost_answers import AREA, Rule
-from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, within
+from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, correlate_within_prompts
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, perturbation_and_floor, sum_ratio
 from perturbkv.analyses.layers import drift as layers
@@ -176,7 +176,7 @@ def _in_distance(kind: str, distance: str, heads: HeadKind) -> KindInDistance:
 
 
 def row(trace: Trace, pair: Pair, step: int) -> Row:
-    """Return a pair in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
+    """Compare a pair in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
     heads = {distance: head_comparison.summarise(trace, *pair, step, distance) for distance in DISTANCES}
     return Row(
         baseline=pair[0],
@@ -288,54 +288,52 @@ class Order(Record):
             for index, config in enumerate(self.configs)
         ]
 
-    def swapped(self, distance: str) -> list[Exchange]:
-        """Return the pairs in another order by one distance."""
+    def exchanges(self, distance: str) -> list[Exchange]:
+        """Return the pairs that stand in another order by one distance."""
         return [swap for swap in self.swaps if swap.distance == distance]
 
 
-def sums(measured: Measurements) -> dict[Measure, Floats]:
+def head_sums(measured: Measurements) -> dict[Measure, Floats]:
     """Return (sample, config) Σ over heads of each measure, equal where all kept sets are.
 
     Raises as `head_comparison.perturbation_and_floor`.
     """
-    moved = {
-        f"{kind} {name}": perturbation_and_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES
-    }
-    equal = measurements.equalise_identical_runs(measured.trace, moved)
+    sums = {f"{kind} {name}": perturbation_and_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
+    equal = measurements.equalise_identical_runs(measured.trace, sums)
     return {(kind, name): equal[f"{kind} {name}"] for kind, name in MEASURES}
 
 
-def agreement(moved: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
-    """Return, by kind and distance but L1, (sample,) ρ with L1; NaN where a prompt's methods are all equal."""
+def agreement(sums: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
+    """Return (kind, other distance) -> (sample,) ρ with L1; NaN where a prompt's methods are all equal."""
     return {
-        (kind, other): spearman(moved[kind, other][:, indices].T, moved[kind, FIRST][:, indices].T)
+        (kind, other): spearman(sums[kind, other][:, indices].T, sums[kind, FIRST][:, indices].T)
         for kind in KINDS
         for other in OTHERS
     }
 
 
 def orders(
-    moved: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
+    sums: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
 ) -> tuple[Order, ...]:
-    """Return one order per kind, of `configs` at these indices."""
-    rho = agreement(moved, indices)
+    """Return the methods' order by each kind of perturbation, of `configs` at these indices."""
+    rho = agreement(sums, indices)
     return tuple(
         Order(
             kind=kind,
             configs=tuple(configs),
-            ranks={name: mean_ranks(moved[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
+            ranks={name: mean_ranks(sums[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
             rho={other: over_prompts(rho[kind, other], CORRELATION) for other in OTHERS},
-            swaps=_swaps({name: moved[kind, name][:, indices] for name in DISTANCES}, configs),
+            swaps=_swaps({name: sums[kind, name][:, indices] for name in DISTANCES}, configs),
             each={other: rho[kind, other] for other in OTHERS},
         )
         for kind in KINDS
     )
 
 
-def _swaps(moved: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
+def _swaps(sums: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
     swaps = []
-    for pair in combinations(np.argsort(moved[FIRST].mean(axis=0), kind="stable").tolist(), 2):
-        sides = {name: _side(array, pair) for name, array in moved.items()}
+    for pair in combinations(np.argsort(sums[FIRST].mean(axis=0), kind="stable").tolist(), 2):
+        sides = {name: _side(array, pair) for name, array in sums.items()}
         for other in OTHERS:
             if sides[FIRST][0] * sides[other][0] < 0:
                 both = sides[FIRST][1], sides[other][1]
@@ -344,9 +342,9 @@ def _swaps(moved: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tu
     return tuple(swaps)
 
 
-def _side(moved: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
-    """Return 1 where the second perturbs more, −1 less, 0 equal: by the sums, and by their ratio's interval."""
-    first, second = (moved[:, index, None, None] for index in pair)
+def _side(sums: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
+    """Return 1 where the second perturbs more, −1 less, 0 equal, by the sums and by their ratio's interval."""
+    first, second = (sums[:, index, None, None] for index in pair)
     _, band = sum_ratio(first, second)
     return int(np.sign(second.sum() - first.sum())), interval_verdict(band, 1)
 
@@ -360,7 +358,7 @@ EachPrompt = Mapping[tuple[str, Measure], Floats]
 """Target and measure -> (prompt,), NaN where the prompt does not decide."""
 
 
-def _estimate(estimate: Estimate | None) -> str:
+def _format_estimate(estimate: Estimate | None) -> str:
     return "–" if estimate is None else text.decimal(estimate.value, estimate.interval)
 
 
@@ -377,9 +375,9 @@ class LossCorrelation(Record):
     )
     kind: str = column("isolated or propagated", heading="perturbation")
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
-    value: Estimate = column("over prompts", heading="#ρ, or share", text=_estimate)
+    value: Estimate = column("over prompts", heading="#ρ, or share", text=_format_estimate)
     less_l1: Estimate | None = column(
-        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=_estimate
+        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=_format_estimate
     )
 
     @derived(json=False, heading="#n")
@@ -388,7 +386,7 @@ class LossCorrelation(Record):
         return self.value.prompts
 
 
-def answered(trace: Trace) -> bool:
+def has_scores(trace: Trace) -> bool:
     """Return whether every complete sample's answers have scores."""
     return "score_full" in trace.arrays and all(
         not np.isnan(np.asarray(trace.arrays[name], dtype=np.float64)[trace.ok]).any()
@@ -396,32 +394,32 @@ def answered(trace: Trace) -> bool:
     )
 
 
-def each_prompt(
-    trace: Trace, measured: Measurements, moved: Mapping[Measure, Floats], indices: Sequence[int]
+def correlate_each_prompt(
+    trace: Trace, measured: Measurements, sums: Mapping[Measure, Floats], indices: Sequence[int]
 ) -> EachPrompt:
     """Return each prompt's correlations between these configurations.
 
     Args:
         trace: with all complete samples, whose answers are compared with the first step.
-        measured: the trace at the step that is looked at.
-        moved: `sums` of the latter.
+        measured: the trace at the step.
+        sums: `head_sums` at that step.
         indices: the configurations.
     """
     lost = measurements.equalise_identical_runs(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
     each: dict[tuple[str, Measure], Floats] = {
-        (KL, measure): spearman(moved[measure][:, indices].T, lost.T) for measure in MEASURES
+        (KL, measure): spearman(sums[measure][:, indices].T, lost.T) for measure in MEASURES
     }
-    return {**each, **_of_answers(trace, indices)} if answered(trace) else each
+    return {**each, **_answer_correlations(trace, indices)} if has_scores(trace) else each
 
 
-def _of_answers(trace: Trace, indices: Sequence[int]) -> EachPrompt:
+def _answer_correlations(trace: Trace, indices: Sequence[int]) -> EachPrompt:
     """Return the correlations with scores of the prompts that the full cache answers, by the first step."""
     measured = Measurements(trace, ANALYSIS)
-    graded, moved = scores(measured.trace, ANALYSIS), sums(measured)
+    graded, sums = scores(measured.trace, ANALYSIS), head_sums(measured)
     right = graded.full > RULE.right
     scored = graded.evicted[right][:, indices]
     lost = RULE.lost_of(graded.full[right], scored)
-    ranks = {measure: within(moved[measure][right][:, indices], scored, lost) for measure in MEASURES}
+    ranks = {measure: correlate_within_prompts(sums[measure][right][:, indices], scored, lost) for measure in MEASURES}
     return {
         **{(SCORE, measure): one.rho for measure, one in ranks.items()},
         **{(LOST, measure): one.area for measure, one in ranks.items()},
@@ -434,7 +432,7 @@ def mean_over_settings(settings: Sequence[EachPrompt]) -> EachPrompt:
 
 
 def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
-    """Return one per target and measure that is there."""
+    """Return the correlation of every target with every measure, where there is one."""
     return tuple(
         _correlation(each, target, measure) for target in TARGETS for measure in MEASURES if (target, measure) in each
     )

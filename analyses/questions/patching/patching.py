@@ -1,4 +1,4 @@
-"""The layers and heads that decide what comes out: one side's kept sets in some of them, the other side's elsewhere."""
+"""Kept-set patching: one side's kept sets in some layers or heads, the other's elsewhere, and which of them matter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from perturbkv.analyses.questions.patching.patching_values import (
     MixtureOutcomes,
     NamedMixture,
     Shapley,
-    better,
     greedy,
     median_kl,
     named_mixture,
     shapley,
+    sign_of_better,
 )
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.coalition import Orders, Path
+from perturbkv.analyses.stats.coalition import GreedyPath, Orders
 from perturbkv.analyses.stats.intervals import COVERED, LEAST, Scalar
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.configs.eviction import EvictionConfig
@@ -34,7 +34,7 @@ from perturbkv.schema import MEASURED
 from perturbkv.storage.patching_file import SwapStore
 
 MOST = 36
-"""Players of a table at most: of more the largest."""
+"""Most players that a table shows: of more the largest."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _ROUNDING = 1e-9
 _PLAYERS = ("value", "alone", "last", "order_error")
@@ -47,8 +47,8 @@ class Patching(Result):
     """The effect of switching kept sets from a baseline's to a treatment's, player by player.
 
     Attributes:
-        settings: the question.
-        game: its players, and mixtures by name.
+        settings: of the question.
+        game: its players, and the mixtures by name.
         sample_ids: of the samples behind all numbers.
         identity: of the run.
     """
@@ -127,7 +127,7 @@ class Patching(Result):
         return sentence(f"{self._largest(self.shapley, baseline, treatment)} {where}", treatment)
 
     def title(self) -> str:
-        """Return the number that the table shows, and both sides."""
+        """Return the quantity that the table shows, and both sides."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         unit = "points of 100" if self.outcome == "score" else "%"
         number = f"change of {WORDS[self.outcome]}, {unit}" if self.shapley else f"over {baseline} everywhere"
@@ -152,7 +152,7 @@ class Patching(Result):
         """Return which sign is good, and what the error of drawing orders leaves out."""
         if self.shapley is None:
             return ["Below 1 the treatment is better."]
-        side = "Above" if better(self.outcome) > 0 else "Below"
+        side = "Above" if sign_of_better(self.outcome) > 0 else "Below"
         drawn = ["± of orders leaves out players that interact in pairs: see alone and last."]
         return [f"{side} 0 the treatment's kept sets are better.", *(drawn if self.shapley.permutations else [])]
 
@@ -185,7 +185,7 @@ class Patching(Result):
         ]
 
     def _largest(self, values: Shapley, baseline: str, treatment: str) -> str:
-        """Return the three largest values that are no rounding, and the change with all players switched."""
+        """Return the three largest values beyond rounding, and the change with all players switched."""
         word, players = WORDS[self.outcome], values.players
         whole = f"all {len(players)} {self.by} together {text.percent(values.total, values.total_interval)}"
         if self.samples < LEAST:
@@ -228,20 +228,20 @@ class Patching(Result):
         ]
 
 
-def conclude(
+def patching_result(
     store: SwapStore,
     game: Game,
     settings: PatchingConfig,
     orders: Orders | None,
-    paths: Sequence[Path],
+    paths: Sequence[GreedyPath],
     digest: str = "",
 ) -> Patching:
-    """Return the result of what was measured.
+    """Return the result of a question from its measurements.
 
     Args:
         store: every mixture that the question needs.
         game: its players.
-        settings: the question.
+        settings: of the question.
         orders: drawn for Shapley values; None: all subsets were measured; of no rows: there are none.
         paths: of both halves of the samples; empty: there are none.
         digest: of the file of measurements.

@@ -54,7 +54,7 @@ class Regret(Result):
     searches: SearchSettings = column("how heads were searched")
 
     def conclusion(self) -> str:
-        """Return by which factor each method misses the best known set, and how much of it is the query's."""
+        """Return each method's factor over the best known set, and how much of it is not knowing the query."""
         part = self.parts[0] if self.parts else None
         methods = [] if part is None else [part.methods[index] for index in part.principal() if part.methods]
         if part is None or not methods:
@@ -154,7 +154,7 @@ def regret_of(sets: FoundSets) -> Regret:
 
 
 def _method_lines(name: str, part: SearchedPart, chosen: Sequence[int], methods: Sequence[OptimalityGap]) -> list[Line]:
-    """Return a line that says what heads these are and how many, and a line per method; none without methods."""
+    """Return a heading with the number of heads, then a line per method; none without methods."""
     heads = [Line(f"{name}: {counted(methods[0].heads, 'head')}", ())] if methods else []
     return [*heads, *(Line(part.names[index], (methods[index],)) for index in chosen)]
 

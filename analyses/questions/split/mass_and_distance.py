@@ -1,4 +1,4 @@
-"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head, and what a stored mean of the evicted entries wins back.
+"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head, and how much a stored mean of the evicted entries recovers.
 
 A head loses by how much attention goes, 1 − S, and by how unlike the rest it is, D = ‖μ_gone − μ_kept‖₁ (METHOD: the
 split). Corrected configurations are compared with the same uncorrected.
@@ -30,7 +30,7 @@ from perturbkv.configs.precision import NONE, ORACLE
 from perturbkv.trace import Trace
 
 ANALYSIS = "split"
-WHOLE = 1e-12
+_LEAST_MASS = 1e-12
 """Smaller 1 − S are what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
 _EQUAL = 1e-9
 """Logarithms of ratios up to here are rounding: the two heads are equal."""
@@ -62,14 +62,14 @@ class Parts:
 
 
 def parts(measured: Measurements, config: EvictionConfig) -> Parts:
-    """Return the parts of one configuration, without heads of which 1 − S is rounding, or L below its noise floor.
+    """Return the parts of one configuration; NaN for heads whose 1 − S is rounding, or L below its noise floor.
 
     Raises TraceError for what the trace lacks.
     """
     index = measured.index(config)
     loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     mass = 1 - measured["retained_mass"][:, index]
-    there = (mass > WHOLE) & (loss[:, index] > floor)
+    there = (mass > _LEAST_MASS) & (loss[:, index] > floor)
     logs = (np.log(np.where(there, part, np.nan)) for part in (loss[:, index], mass))
     return Parts(*logs)
 
@@ -173,7 +173,7 @@ def contest(measured: Measurements, baseline: EvictionConfig, treatment: Evictio
         for name in ("loss", "mass", "difference")
     }
     numbers = {name: _geometric(each) for name, each in logs.items()}
-    numbers |= {f"{name}_falls": _falling(logs[name], known) for name in ("mass", "difference")}
+    numbers |= {f"{name}_falls": _falling_share(logs[name], known) for name in ("mass", "difference")}
     shown: dict[str, Any] = {name: number for name, (number, _) in numbers.items()}
     shown |= {f"{name}_interval": interval for name, (_, interval) in numbers.items()}
     heads = int(known.sum())
@@ -196,7 +196,7 @@ def _geometric(logs: Floats) -> tuple[float, Scalar]:
     return float(np.exp(each.mean())), interval
 
 
-def _falling(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Scalar]:
+def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Scalar]:
     """Return the mean over samples of each one's share of heads whose ratio is below 1."""
     each = _by_sample(np.where(known, logs < -_EQUAL, np.nan))
     if not len(each):
@@ -319,7 +319,7 @@ def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig,
 
 
 def _kl(measured: Measurements, config: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
-    """Return mean KL over the uncorrected mean, and in which share of samples it is lower by more than noise."""
+    """Return mean KL over the uncorrected one's mean, and the share of samples in which KL is lower beyond noise."""
     first, second = (measured["logit_kl"][:, measured.index(side)] for side in (config, treatment))
     falls = verdicts(first, second, measured["logit_kl_noise_floor"]) == 1
 

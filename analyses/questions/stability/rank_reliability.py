@@ -110,7 +110,7 @@ class RankedHeads:
     Attributes:
         ranks: (sample, head) from 1, ties at their mean.
         split_half: the reliability of their mean; NaN of one sample.
-        without: (sample,) the same without each sample.
+        without: (sample,) that reliability without each sample.
     """
 
     ranks: Floats
@@ -128,11 +128,11 @@ def reliability(heads: RankedHeads) -> Reliability:
     """Return the reliability of a trace's ranks of its heads."""
     tried, matrix = halves(len(heads.ranks)), between_samples(heads.ranks)
     pairs = matrix[np.triu_indices(len(matrix), 1)]
-    left = np.array([_pairwise(np.delete(rows, index, axis=1)) for index, rows in enumerate(without_each(matrix))])
-    each = np.array([brown(_of_split(heads.ranks, half)) for half in tried])
+    left = np.array([_mean_pair(np.delete(rows, index, axis=1)) for index, rows in enumerate(without_each(matrix))])
+    each = np.array([spearman_brown(_split_rho(heads.ranks, half)) for half in tried])
     return Reliability(
-        split_half=RankEstimate(heads.split_half, _of_samples(heads.split_half, heads.without, each)),
-        pairwise=RankEstimate(_pairwise(matrix), _of_samples(_pairwise(matrix), left, pairs)),
+        split_half=RankEstimate(heads.split_half, _interval_or_range(heads.split_half, heads.without, each)),
+        pairwise=RankEstimate(_mean_pair(matrix), _interval_or_range(_mean_pair(matrix), left, pairs)),
         splits=len(tried),
     )
 
@@ -142,37 +142,37 @@ def between_samples(ranks: Floats) -> Floats:
     return np.array([[float(spearman(one, other)) for other in ranks] for one in ranks])
 
 
-def _pairwise(matrix: Floats) -> float:
+def _mean_pair(matrix: Floats) -> float:
     pairs = matrix[np.triu_indices(len(matrix), 1)]
     return float(pairs.mean()) if len(pairs) else float("nan")
 
 
-def _of_samples(value: float, left: Floats, single: Floats) -> Scalar:
-    """Return the interval of a correlation without each sample; of few samples the range of `single` ones."""
+def _interval_or_range(value: float, left: Floats, single: Floats) -> Scalar:
+    """Return the jackknife interval from values without each sample; of few samples the range of `single` ones."""
     if len(left) < 2:
         return None
     if len(left) < LEAST:
         return Interval(float(single.min()), float(single.max()), "range")
-    return _jackknifed(value, left, CORRELATION)
+    return _jackknife_interval(value, left, CORRELATION)
 
 
 def split_half(ranks: Floats) -> float:
     """Return ρ between the mean ranks of two halves, mean over splits, brought to all samples; NaN of one sample."""
-    each = [_of_split(ranks, half) for half in halves(len(ranks))]
-    return brown(float(np.mean(each))) if each else float("nan")
+    each = [_split_rho(ranks, half) for half in halves(len(ranks))]
+    return spearman_brown(float(np.mean(each))) if each else float("nan")
 
 
-def _of_split(ranks: Floats, half: NDArray[np.bool_]) -> float:
+def _split_rho(ranks: Floats, half: NDArray[np.bool_]) -> float:
     return float(spearman(ranks[half].mean(axis=0), ranks[~half].mean(axis=0)))
 
 
-def brown(half: float) -> float:
-    """Return the reliability of twice as many samples (Spearman and Brown); below 0 the same with its sign."""
+def spearman_brown(half: float) -> float:
+    """Return the reliability of twice as many samples (Spearman and Brown), with the sign of `half`."""
     return 2 * half / (1 + abs(half))
 
 
 def halves(samples: int) -> list[NDArray[np.bool_]]:
-    """Return (sample,) True for the smaller half: every split, or the same 200 of more."""
+    """Return the splits as (sample,) True for the smaller half: all of them, or 200 drawn ones."""
     size, same = samples // 2, samples % 2 == 0
     if comb(samples, size) // (2 if same else 1) <= MOST_SPLITS:
         splits = [split for split in combinations(range(samples), size) if size and (not same or 0 in split)]
@@ -212,11 +212,11 @@ def rho_estimate(first: Floats, second: Floats, paired: bool) -> RankEstimate:
     if count < LEAST:
         each = [rho(one[None], second) for one in first] + [rho(first, one[None]) for one in second]
         return RankEstimate(value, Interval(min(each), max(each), "range"))
-    return RankEstimate(value, _joined(value, _left(first, second, paired), CORRELATION))
+    return RankEstimate(value, _independent_interval(value, _leave_one_out(first, second, paired), CORRELATION))
 
 
-def _left(first: Floats, second: Floats, paired: bool) -> list[Floats]:
-    """Return `rho` without each pair of samples; or without each of the first's, and of the second's."""
+def _leave_one_out(first: Floats, second: Floats, paired: bool) -> list[Floats]:
+    """Return `rho` without each pair of samples, where paired; else without each of the first's and of the second's."""
     if paired:
         return [np.array([rho(*one) for one in zip(without_each(first), without_each(second), strict=True)])]
     return [np.array([rho(one, second) for one in without_each(first)]),
@@ -225,18 +225,18 @@ def _left(first: Floats, second: Floats, paired: bool) -> list[Floats]:
 
 def _corrected(measured: float, first: RankedHeads, second: RankedHeads, paired: bool) -> RankEstimate:
     """Return ρ over the root of both reliabilities; NaN where one is not positive, no interval of few samples."""
-    value = _undone(measured, first.split_half, second.split_half)
+    value = _disattenuate(measured, first.split_half, second.split_half)
     if min(len(first.ranks), len(second.ranks)) < LEAST:
         return RankEstimate(float(value), None)
-    left = _left(first.ranks, second.ranks, paired)
+    left = _leave_one_out(first.ranks, second.ranks, paired)
     alone = [(first.without, second.split_half), (first.split_half, second.without)]
     parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*alone]
-    each = [np.asarray(_undone(one, *part)) for one, part in zip(left, parts, strict=True)]
-    return RankEstimate(float(value), _joined(float(value), each, _CORRECTED))
+    each = [np.asarray(_disattenuate(one, *part)) for one, part in zip(left, parts, strict=True)]
+    return RankEstimate(float(value), _independent_interval(float(value), each, _CORRECTED))
 
 
-def _undone(measured: Floats | float, first: Floats | float, second: Floats | float) -> Floats:
-    """Return a correlation as it were without noise."""
+def _disattenuate(measured: Floats | float, first: Floats | float, second: Floats | float) -> Floats:
+    """Return a correlation over the root of both reliabilities; NaN where one of these is not positive."""
     usable = (np.asarray(first) > 0) & (np.asarray(second) > 0)
     return np.where(usable, measured / np.sqrt(np.where(usable, np.multiply(first, second), 1.0)), np.nan)
 
@@ -246,16 +246,16 @@ def without_each(values: Floats) -> list[Floats]:
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
-def _jackknifed(value: float, left: Floats, kind: Kind) -> Scalar:
+def _jackknife_interval(value: float, left: Floats, kind: Kind) -> Scalar:
     if np.isnan(left).any() or np.isnan(value):
         return None
     low, high = jackknife(np.asarray(value), left, kind)
     return Interval(float(low), float(high))
 
 
-def _joined(value: float, left: Sequence[Floats], kind: Kind) -> Scalar:
-    """Return the interval where all of these vary independently: squared distances to the ends add up."""
-    known = [one for one in (_jackknifed(value, part, kind) for part in left) if one is not None]
+def _independent_interval(value: float, left: Sequence[Floats], kind: Kind) -> Scalar:
+    """Return the interval of a value whose parts vary independently: squared distances to the ends add up."""
+    known = [one for one in (_jackknife_interval(value, part, kind) for part in left) if one is not None]
     if len(known) < len(left):
         return None
     low, high = (float(np.sqrt(sum((getattr(one, end) - value) ** 2 for one in known))) for end in ("low", "high"))

@@ -70,7 +70,7 @@ class Stability(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return how reliable the ranks by propagated L1 are within traces, and how they agree between them."""
+        """Return how reliable ranks by propagated L1 are within traces, and how well they agree between traces."""
         few = len(self.traces) == 1
         within = extremes([_named_estimate(f"trace {trace.number}", trace.propagated) for trace in self.traces])
         own = f" ({sample_note(self.traces[0].samples)})" if few else ""
@@ -96,7 +96,7 @@ class Stability(Result):
         ]
 
     def shown_columns(self) -> Sequence[str]:
-        """Return the columns of the table; without two traces of one model those of correlations alone."""
+        """Return the columns of the table; without two traces of one model only both kinds of perturbation."""
         return self.SHOWN if self._matched() else _KINDS
 
     def interval_note(self) -> str:
