@@ -13,7 +13,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import json_value
-from perturbkv.analyses.pairing import folded
+from perturbkv.analyses.pairing import fold
 from perturbkv.display import Table
 
 Value = TypeVar("Value")
@@ -176,7 +176,7 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
     separator = "\n" if len(names) > _MOST_WIDE else " "
     cells = {name: [_cell(line.records, name, separator) for line in lines] for name in names}
     shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
-    rows = [[folded(line.name, _NAME_WIDTH), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
+    rows = [[fold(line.name, _NAME_WIDTH), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
     return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)
 
 
@@ -196,7 +196,9 @@ def _cell(records: Sequence[Record], name: str, separator: str) -> str:
 
 def explanation(declared: Sequence[Column]) -> Table:
     """Return a table of the meanings and units of columns."""
-    rows = [[" ".join(one.heading.removeprefix("#").split()), text.capital(one.meaning), one.unit] for one in declared]
+    rows = [
+        [" ".join(one.heading.removeprefix("#").split()), text.capitalise(one.meaning), one.unit] for one in declared
+    ]
     return Table("what the columns mean", ["column", "meaning", "unit"], rows)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.pairing import SIDE, apart, common, counted, short_names
+from perturbkv.analyses.pairing import SIDE, common, distinct_choices, plural, short_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -89,7 +89,7 @@ class RunIdentity:
             f"layers {self.measured_layers} measured" if self.measured_layers else "",
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
-            counted(self.samples, "sample"),
+            plural(self.samples, "sample"),
             f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
             f"{self.source} {self.trace or 'in memory'}",
@@ -103,7 +103,7 @@ class RunIdentity:
 
     def _configurations(self) -> str:
         """Return the shared choices, then the distinct ones: sides and settings where each side has every setting."""
-        distinct = apart(self.configs)
+        distinct = distinct_choices(self.configs)
         sides, settings = ([_join_words(words, of_side) for words in distinct] for of_side in (True, False))
         parts = [list(dict.fromkeys(part)) for part in (sides, settings)]
         if len(parts[0]) * len(parts[1]) != len(self.configs):

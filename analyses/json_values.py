@@ -27,7 +27,7 @@ def config_object(config: EvictionConfig) -> dict[str, Any]:
     return {"label": config.label(), **config.to_document()}
 
 
-def columns_of(config: EvictionConfig) -> dict[str, str]:
+def config_columns(config: EvictionConfig) -> dict[str, str]:
     """Return a configuration as columns of a data frame: label, policy, selection and budget, all as text."""
     return {
         "config": config.label(),
@@ -37,7 +37,7 @@ def columns_of(config: EvictionConfig) -> dict[str, str]:
     }
 
 
-def config_of(document: Mapping[str, Any]) -> EvictionConfig:
+def parse_config_object(document: Mapping[str, Any]) -> EvictionConfig:
     """Return the configuration of an object from `config_object`."""
     return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
 

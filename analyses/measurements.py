@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
@@ -284,7 +284,7 @@ def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:
 
 def first_token_caveat(count: int, samples: int) -> list[str]:
     """Return the short note on answers that eviction cannot change; nothing where there are none."""
-    note = f"In {count} of {counted(samples, 'sample')} the full cache's answer is one token or none, alike for all."
+    note = f"In {count} of {plural(samples, 'sample')} the full cache's answer is one token or none, alike for all."
     return [note] if count else []
 
 
@@ -293,7 +293,7 @@ def first_token_note(count: int, samples: int) -> str:
     if not count:
         return ""
     return (
-        f"In {count} of {counted(samples, 'sample')} the full cache's answer is one token or none: in the regular "
+        f"In {count} of {plural(samples, 'sample')} the full cache's answer is one token or none: in the regular "
         "scenario that token comes from the prefill, alike for all caches. Such an answer cannot be lost but by what "
         "is added to it, at whatever budget; context-only has no such token."
     )

@@ -13,13 +13,13 @@ from perturbkv.analyses.columns import Line, Record, column, derived, interval, 
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of, setting_object
+from perturbkv.analyses.json_values import config_columns, setting_object
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import interval_at
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
@@ -30,22 +30,22 @@ class ComparisonRow(HeadComparison):
     """A comparison of heads as a line of a table, isolated and propagated perturbation side by side."""
 
     @property
-    def isolated_ratio_interval(self) -> Scalar:
+    def isolated_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `isolated_ratio`."""
         return self.isolated.sum_ratio_interval
 
     @property
-    def propagated_ratio_interval(self) -> Scalar:
+    def propagated_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `propagated_ratio`."""
         return self.propagated.sum_ratio_interval
 
     @property
-    def median_ratio_interval(self) -> Scalar:
+    def median_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `median_ratio`."""
         return self.propagated.median_ratio_interval
 
     @property
-    def better_share_interval(self) -> Scalar:
+    def better_share_interval(self) -> OptionalInterval:
         """The interval of the column `better_share`."""
         return self.propagated.better_share_interval
 
@@ -80,12 +80,12 @@ class Outcome(ComparisonRow):
         "mean drift after the last layer over the baseline's; NaN where that does not drift",
         heading="#last layer's\ndrift",
     )
-    drift_ratio_interval: Scalar = interval()
+    drift_ratio_interval: OptionalInterval = interval()
     kl_median: float = column(
         "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL of the next\ntoken, nat",
-        text=text.significant,
+        text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
 
     @classmethod
     def compare(
@@ -149,9 +149,9 @@ class OutcomeSetting(BaselineSetting):
     rows: tuple[Outcome, ...] = column("one per configuration that is compared")
     kl_median: float = column(
         "the baseline's KL(full ‖ evicted) of the next token, median over samples", unit="nat",
-        heading="#KL of the next\ntoken, nat", text=text.significant,
+        heading="#KL of the next\ntoken, nat", text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
 
 
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class SettingsResult(Result):
 
 def head_rows(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
     """Return a data frame's rows, one per kind of perturbation, layer and head: configurations, labels, numbers."""
-    sides = {**columns_of(comparison.treatment), "baseline": comparison.baseline.label()}
+    sides = {**config_columns(comparison.treatment), "baseline": comparison.baseline.label()}
     layers = [comparison.identity.layer(index) for index in range(len(comparison.flagged))]
     kinds = (comparison.isolated, comparison.propagated)
     return [row for kind in kinds for row in kind.records(layers, **sides, **labels, kind=kind.name)]

@@ -27,7 +27,7 @@ Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
 
-class OfPair:
+class PairRecord:
     """A comparison of two configurations, shown in a notebook by their labels alone."""
 
     baseline: EvictionConfig
@@ -41,7 +41,7 @@ Sides = str | Iterable[str]
 """One side of a comparison, or several: a selection, a policy, or policy:selection each."""
 
 
-def checked(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
+def check_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
     """Return the treatments, one or several, as a tuple.
 
     Raises TraceError for anything but a trace, ConfigError for sides that are no names, for no treatment, and for a
@@ -129,15 +129,17 @@ def _is_selection(side: str) -> bool:
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
     """Return the pairs in groups that differ in budget alone, the smallest first. Raises as `pairs`."""
     groups: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
-    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(pair[0])):
+    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: budget_order(pair[0])):
         groups.setdefault(tuple(map(_without_budget, pair)), []).append(pair)
     return list(groups.values())
 
 
 def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """Return the `series` of every treatment. Raises as `checked` and `pairs`."""
+    """Return the `series` of every treatment. Raises as `check_sides` and `pairs`."""
     return [
-        group for treatment in checked(trace, baseline, treatments) for group in series(trace.run, baseline, treatment)
+        group
+        for treatment in check_sides(trace, baseline, treatments)
+        for group in series(trace.run, baseline, treatment)
     ]
 
 
@@ -200,7 +202,7 @@ def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) 
     return all(first.options.get(name) == second.options.get(name) for name in names)
 
 
-def of_selection(run: RunConfig, side: str) -> list[int]:
+def side_indices(run: RunConfig, side: str) -> list[int]:
     """Return the indices of a side's configurations, by α, then budget: fractions before tokens.
 
     Raises TraceError where the run has none.
@@ -209,20 +211,20 @@ def of_selection(run: RunConfig, side: str) -> list[int]:
     if not indices:
         msg = f"expected configurations of '{side}', got a trace of {_sides(run)}"
         raise TraceError(msg)
-    return sorted(indices, key=lambda index: order(run.configs[index]))
+    return sorted(indices, key=lambda index: budget_order(run.configs[index]))
 
 
-def order(config: EvictionConfig) -> tuple[float, bool, float]:
+def budget_order(config: EvictionConfig) -> tuple[float, bool, float]:
     """Return the sort key of a configuration: α, for a table its mean, then budget, fractions before tokens."""
     return config.mean_alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
-def by_selection(run: RunConfig) -> list[dict[str, int]]:
+def group_by_selection(run: RunConfig) -> list[dict[str, int]]:
     """Return selection -> index for each group of configurations that differ in selection alone."""
-    return [{run.configs[index].selection.name: index for index in group} for group in settings(run, "selection")]
+    return [{run.configs[index].selection.name: index for index in group} for group in group_settings(run, "selection")]
 
 
-def settings(run: RunConfig, *free: str) -> list[list[int]]:
+def group_settings(run: RunConfig, *free: str) -> list[list[int]]:
     """Return the indices of groups of configurations that differ in the `free` choices alone.
 
     Choices are named as in `EvictionConfig.flat`. A configuration without an option is in the group of each value.
@@ -232,7 +234,7 @@ def settings(run: RunConfig, *free: str) -> list[list[int]]:
     for name in dict.fromkeys(name for config in choices for name in config):
         groups = list(dict.fromkeys(part for group in groups for part in _split_by_value(group, choices, name)))
     largest = [group for group in groups if not any(set(group) < set(other) for other in groups)]
-    return sorted(map(list, largest), key=lambda group: min(order(run.configs[index]) for index in group))
+    return sorted(map(list, largest), key=lambda group: min(budget_order(run.configs[index]) for index in group))
 
 
 def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
@@ -245,10 +247,10 @@ def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]]
 def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
     """Return the indices of groups that differ in budget alone, of one side's configurations or of all.
 
-    Raises as `of_selection`.
+    Raises as `side_indices`.
     """
     groups: dict[EvictionConfig, list[int]] = {}
-    for index in range(len(run.configs)) if side is None else of_selection(run, side):
+    for index in range(len(run.configs)) if side is None else side_indices(run, side):
         groups.setdefault(_without_budget(run.configs[index]), []).append(index)
     return list(groups.values())
 
@@ -268,7 +270,7 @@ _DEFAULTS = ("full", "none")
 _PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
 
 
-def counted(number: int, word: str, many: str = "") -> str:
+def plural(number: int, word: str, many: str = "") -> str:
     """Return a number with its noun: '1 sample', '8 samples', or with the plural in `many` '8 batches'."""
     return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
@@ -285,7 +287,7 @@ def common(configs: Sequence[EvictionConfig], *without: str) -> str:
     return " ".join(words.values())
 
 
-def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
+def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
     """Return each configuration's choices that are not shared by all, those in `without` left out."""
     hidden = {*_shared_choices(configs), *without}
     return [{choice: word for choice, word in config.words().items() if choice not in hidden} for config in configs]
@@ -296,7 +298,7 @@ def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
 
     Empty for a single configuration. Choices in `without` are left out, too.
     """
-    distinct = apart(configs, *without)
+    distinct = distinct_choices(configs, *without)
     texts = [{name: _with_options(getattr(config, name), words) for name in OWNERS}
              for config, words in zip(configs, distinct, strict=True)]  # fmt: skip
     varied = {name for name in OWNERS if name not in without and any("(" in own[name] for own in texts)}
@@ -333,7 +335,7 @@ def _side_choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[
     both = (baseline, treatment)
     first, second = (
         [_with_options(getattr(config, owner), words) for owner in SIDE]
-        for config, words in zip(both, apart(both), strict=True)
+        for config, words in zip(both, distinct_choices(both), strict=True)
     )
     return first, second
 
@@ -379,9 +381,9 @@ def _with_options(choice: Choice, words: Mapping[str, str]) -> str:
     return str(choice.without(name for name in choice.options if name not in wanted))
 
 
-def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
+def budget_names(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
     """Return each configuration's budget as the user gave it, then its other choices that not all share."""
-    others = apart(configs, "budget", *without)
+    others = distinct_choices(configs, "budget", *without)
     return [[str(config.budget), *words.values()] for config, words in zip(configs, others, strict=True)]
 
 
@@ -400,7 +402,7 @@ def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
     return {choice for choice in equal if choice not in optional or len(words[choice]) == len(configs)}
 
 
-def folded(name: str, width: int = 16) -> str:
+def fold(name: str, width: int = 16) -> str:
     """Return a long name on several lines, broken between words, long words after brackets, colons and commas."""
     lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(part for line in lines for part in _break_word(line, width))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perturbkv.analyses.pairing import Pair, counted, short_names, side_names
-from perturbkv.analyses.stats.intervals import LEAST, Interval, Scalar, median_level
+from perturbkv.analyses.pairing import Pair, plural, short_names, side_names
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Interval, OptionalInterval, median_level
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,20 +20,24 @@ if TYPE_CHECKING:
     from perturbkv.analyses.stats.intervals import Band
 
 
-def decimal(value: float, interval: Scalar = None, digits: int = 2, separator: str = " ") -> str:
+def decimal(value: float, interval: OptionalInterval = None, digits: int = 2, separator: str = " ") -> str:
     """Return a number with its interval, '0.71 [0.65, 0.78]', or range, '0.71 (0.65 … 0.78)'; fewer digits from 10."""
     digits = max(0, digits - 1) if abs(value) >= 10 else digits
-    return "–" if isnan(value) else fixed(value, digits) + ends(interval, lambda end: fixed(end, digits), separator)
+    return (
+        "–"
+        if isnan(value)
+        else fixed(value, digits) + interval_text(interval, lambda end: fixed(end, digits), separator)
+    )
 
 
-def percent(share: float, interval: Scalar = None, separator: str = " ") -> str:
+def percent(share: float, interval: OptionalInterval = None, separator: str = " ") -> str:
     """Return a share in [0, 1] with its interval in percent: '72 % [58, 82]'."""
-    return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + ends(interval, _hundredths, separator)
+    return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + interval_text(interval, _hundredths, separator)
 
 
-def points(score: float, interval: Scalar = None, apart: str = " ", end_digits: int = 1) -> str:
+def points(score: float, interval: OptionalInterval = None, apart: str = " ", end_digits: int = 1) -> str:
     """Return '43.8 [40.1, 47.5]' of a score, or of a difference of two, in [−1, 1]: times 100, as papers show it."""
-    return fixed(100 * score, 1) + ends(interval, lambda end: fixed(100 * end, end_digits), apart)
+    return fixed(100 * score, 1) + interval_text(interval, lambda end: fixed(100 * end, end_digits), apart)
 
 
 def joined_names(names: Sequence[str]) -> str:
@@ -41,9 +45,9 @@ def joined_names(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def significant(value: float, interval: Scalar = None) -> str:
+def three_digits(value: float, interval: OptionalInterval = None) -> str:
     """Return a number with three significant digits, thousands separated, its interval on a second line."""
-    return "–" if isnan(value) else _three_digits(value) + ends(interval, _three_digits, "\n")
+    return "–" if isnan(value) else _three_digits(value) + interval_text(interval, _three_digits, "\n")
 
 
 def cache_share(share: float) -> str:
@@ -51,7 +55,7 @@ def cache_share(share: float) -> str:
     return "–" if isnan(share) else f"{share:.2f}"
 
 
-def interval_at(band: Band, index: int) -> Scalar:
+def interval_at(band: Band, index: int) -> OptionalInterval:
     """Return one interval of an array of intervals; None where there are none."""
     return None if band is None else band.at(index)
 
@@ -66,7 +70,7 @@ def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> 
     """
     if samples < 2:
         return "One sample: no intervals."
-    if samples >= LEAST:
+    if samples >= MIN_SAMPLES:
         median = f" (medians: {100 * median_level(samples):.0f} %)" if medians else ""
         return f"n = {samples} samples; in brackets: 95 % intervals over samples{median}."
     shares = " In brackets: exact 95 % intervals of shares of samples." if exact else ""
@@ -115,7 +119,7 @@ def verdict_counts(verdict: NDArray[np.int8]) -> str:
     return "/".join(str(int((verdict == sign).sum())) for sign in (1, 0, -1))
 
 
-def ends(interval: Scalar, write: Callable[[float], str], separator: str) -> str:
+def interval_text(interval: OptionalInterval, write: Callable[[float], str], separator: str) -> str:
     """Return the separator and an interval, '[0.65, 0.78]', or range, '(0.65 … 0.78)'; empty where there is none."""
     if interval is None:
         return ""
@@ -140,11 +144,11 @@ def sample_note(samples: int, unit: str = "sample") -> str:
     """Return 'n = 8 samples'; of fewer than five samples also that they are too few for intervals."""
     if samples < 2:
         return f"one {unit}: no interval"
-    few = ": ranges, too few for intervals" if samples < LEAST else ""
-    return f"n = {counted(samples, unit)}{few}"
+    few = ": ranges, too few for intervals" if samples < MIN_SAMPLES else ""
+    return f"n = {plural(samples, unit)}{few}"
 
 
-def interval_verdict(interval: Scalar, at: float) -> int | None:
+def interval_verdict(interval: OptionalInterval, at: float) -> int | None:
     """Return 1 for an interval above `at`, −1 for one below, 0 for one that contains it, None for no interval."""
     if interval is None or interval.kind == "range":
         return None
@@ -166,13 +170,13 @@ class Case(NamedTuple):
 
     name: str
     ratio: float
-    interval: Scalar
+    interval: OptionalInterval
     tied: bool = False
 
     @property
     def verdict(self) -> str:
         """LESS, MORE, ALIKE (up to rounding), UNDECIDED (the interval contains 1), or FEW (too few samples)."""
-        if self.tied or same(self.ratio, self.interval):
+        if self.tied or equal_in_every_sample(self.ratio, self.interval):
             return ALIKE
         side = interval_verdict(self.interval, 1)
         return FEW if side is None else (UNDECIDED, MORE, LESS)[side]
@@ -257,18 +261,18 @@ def _comparison_words(treatment: str, baseline: str) -> Words:
     }
 
 
-def same(ratio: float, interval: Scalar) -> bool:
+def equal_in_every_sample(ratio: float, interval: OptionalInterval) -> bool:
     """Return True where both sides are equal in every sample, as when they keep the same entries."""
     return ratio == 1 and (interval is None or interval.low == interval.high)
 
 
-def _rounds_to_zero(ratio: float, interval: Scalar) -> bool:
+def _rounds_to_zero(ratio: float, interval: OptionalInterval) -> bool:
     """Return True where the difference and both ends of its interval are printed as 0 %."""
     limits = () if interval is None else (interval.low, interval.high)
     return all(round(100 * (1 - number)) == 0 for number in (ratio, *limits))
 
 
-def difference(ratio: float, interval: Scalar = None) -> str:
+def difference(ratio: float, interval: OptionalInterval = None) -> str:
     """Return a ratio as a difference: 0.83 as '17 % [12, 22] less', 1.09 as '9 % [3, 15] more'."""
     if ratio <= 1:
         return f"{percent(1 - ratio, complement(interval))} less"
@@ -276,7 +280,7 @@ def difference(ratio: float, interval: Scalar = None) -> str:
     return f"{percent(ratio - 1, excess)} more"
 
 
-def factor(ratio: float, interval: Scalar = None) -> str:
+def factor(ratio: float, interval: OptionalInterval = None) -> str:
     """Return a ratio as a factor with its interval: '3.1 × [2.4, 4.0]'."""
     value, separator, limits = decimal(ratio, interval, digits=1 if ratio >= 2 else 2).partition(" ")
     return f"{value} ×{separator}{limits}"
@@ -310,19 +314,19 @@ def tally(verdicts: Sequence[Any], words: Words, case: str) -> str:
     if not others:
         return clause if count == 1 else f"{clause} in {'both' if count == 2 else f'all {count}'} {case}s"
     rest = "".join(f", {words[verdict][1]} in {decided.count(verdict)}" for verdict in others)
-    return f"{clause} in {decided.count(first)} of {counted(count, case)}{rest}"
+    return f"{clause} in {decided.count(first)} of {plural(count, case)}{rest}"
 
 
-def capital(text: str, *names: str) -> str:
+def capitalise(text: str, *names: str) -> str:
     """Return the text with a capital first letter, unless it begins with one of the names, which stay as typed."""
     return text if text.startswith(names) else text[:1].upper() + text[1:]
 
 
 def sentence(text: str, *names: str) -> str:
-    """Return the text with a capital first letter, as `capital` sets it, and a full stop."""
-    return f"{capital(text, *names)}."
+    """Return the text with a capital first letter, as `capitalise` sets it, and a full stop."""
+    return f"{capitalise(text, *names)}."
 
 
-def complement(interval: Scalar) -> Scalar:
+def complement(interval: OptionalInterval) -> OptionalInterval:
     """Return the interval of 1 − the number, such as the share of heads that are not flagged."""
     return None if interval is None else Interval(1 - interval.high, 1 - interval.low, interval.kind)

@@ -19,8 +19,8 @@ from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAss
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
-from perturbkv.analyses.pairing import budgets, folded
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.pairing import budget_names, fold
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, panels, style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -68,8 +68,8 @@ def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tup
     A setting under the last panel has its configuration's name.
     """
     shown = [config.config for config in configs]
-    firsts = budgets([agreement.most_specific for agreement in ranked], "selection")
-    own = budgets(shown)
+    firsts = budget_names([agreement.most_specific for agreement in ranked], "selection")
+    own = budget_names(shown)
     if labels.key_fits(own) and labels.key_fits(firsts):
         return labels.key_names(own, False), labels.key_names(firsts, False).ticks
     indices = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
@@ -126,8 +126,8 @@ def _map(name: str, config: Tightness) -> panels.Map:
 
 def _names(configs: Sequence[Tightness]) -> list[str]:
     """Return names of budgets, each part on lines of its own, as maps are narrow."""
-    names = budgets([shown.config for shown in configs])
-    return ["\n".join(folded(part, _LETTERS) for part in parts) for parts in names]
+    names = budget_names([shown.config for shown in configs])
+    return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
 
 def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
@@ -207,7 +207,7 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
     """
     for index, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
-            if correlation.evidence_samples >= LEAST:
+            if correlation.evidence_samples >= MIN_SAMPLES:
                 _correlation(axes, index, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), names)
@@ -221,7 +221,9 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
     if not ranked:
         style.draw_note(axes, "needs three or more selections per budget", middle=True)
     elif not axes.containers:
-        style.draw_note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection", middle=True)
+        style.draw_note(
+            axes, f"fewer than {MIN_SAMPLES} samples have a head\nwith σ > 0.5 in every selection", middle=True
+        )
     for index, agreement in enumerate(ranked):
         axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
                   fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
@@ -307,11 +309,11 @@ def _chunk(named: Sequence[_Named]) -> list[list[panels.Map]]:
 
 
 def _assumption_names(configs: Sequence[ConfigAssumption]) -> list[str]:
-    return [" ".join(parts) for parts in budgets([shown.config for shown in configs])]
+    return [" ".join(parts) for parts in budget_names([shown.config for shown in configs])]
 
 
 def _name(name: str, config: ConfigAssumption) -> str:
-    return f"{folded(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
+    return f"{fold(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
 
 
 def _assumption_map(above: str, config: ConfigAssumption, variable: str, row: str) -> panels.Map:

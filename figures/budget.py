@@ -24,7 +24,7 @@ from perturbkv.analyses.budget.criteria import Verdict
 from perturbkv.analyses.budget.equal_bytes import EqualBytes, Row, Setting
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.analyses.budget.savings import PairSavings
-from perturbkv.analyses.pairing import common, folded, short_names, side_names
+from perturbkv.analyses.pairing import common, fold, short_names, side_names
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import Label, place_labels
@@ -291,7 +291,7 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
                 _equal_bytes_panel(axes, some, result, reading, scored=reading == "score")
                 axes.set_ylabel("" if column else name)
         for axes, name in zip(panels[0], columns, strict=True):
-            axes.set_title(folded(name, _LETTERS), loc="left")
+            axes.set_title(fold(name, _LETTERS), loc="left")
         for axes in panels[-1]:
             axes.set_xlabel("bytes / full cache in 16 bits (%)")
         figure.legend(

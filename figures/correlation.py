@@ -16,8 +16,8 @@ from perturbkv.analyses.correlation.correlation_settings import Setting
 from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
 from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.pairing import counted
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols, typeset
@@ -58,8 +58,8 @@ def _foot_text(result: Correlation) -> str:
     """Return the legend of n and of the bars: each point has an n of its own."""
     answered = sum(part.answered for part in result.parts)
     return (
-        f"of the {counted(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
-        f"bars: 95 % intervals over prompts, ranges where they are fewer than {LEAST} · names alone: prompts' measures "
+        f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
+        f"bars: 95 % intervals over prompts, ranges where they are fewer than {MIN_SAMPLES} · names alone: prompts' measures "
         f"dealt out among the prompts · a lost answer: below {result.rule.lost:g} of the full cache's score"
     )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
-from perturbkv.analyses.pairing import common, counted, folded, short_names, side_names
+from perturbkv.analyses.pairing import common, fold, plural, short_names, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_share_sides, sort_by_cache_share
@@ -152,7 +152,7 @@ def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
     axes.set_title(_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=7.5)
     beyond = int(outside(kind, ends).sum())
     if beyond:
-        style.draw_note(axes, f"{counted(beyond, 'head')} outside (▼)")
+        style.draw_note(axes, f"{plural(beyond, 'head')} outside (▼)")
 
 
 def _title(kind: HeadKind, name: str, over: str) -> str:
@@ -161,11 +161,11 @@ def _title(kind: HeadKind, name: str, over: str) -> str:
     beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{over}: {ratio}", counts, beyond]
-    return "\n".join(folded(line, _LETTERS) for line in lines)
+    return "\n".join(fold(line, _LETTERS) for line in lines)
 
 
 def _axis(side: str, name: str, unit: str) -> str:
-    return folded(f"{side}, {name} perturbation ({unit})", _LETTERS)
+    return fold(f"{side}, {name} perturbation ({unit})", _LETTERS)
 
 
 def _further_lines(result: HeadComparison) -> int:
@@ -181,7 +181,7 @@ def legend(result: HeadComparison) -> list[Line2D]:
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
-               markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5 ({counted(int(result.flagged.sum()), 'head')})"),
+               markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5 ({plural(int(result.flagged.sum()), 'head')})"),
     ]  # fmt: skip
     if result.isolated.tied or result.propagated.tied:
         entries.append(Line2D([], [], linestyle="", marker="x", markersize=3, color="0.5", label="tied"))
@@ -321,7 +321,7 @@ def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), words) if part)
         between = " /\n  " if grid.split else " / "
-        lines = [folded(name, grid.letters), f"held / full {cache_share_sides(result.held)}",
+        lines = [fold(name, grid.letters), f"held / full {cache_share_sides(result.held)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         titles.append("\n".join(line for line in lines if line))
     return titles

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses import text
 from perturbkv.analyses.horizon.growth import KINDS, ConfigHorizon
 from perturbkv.analyses.horizon.horizon import Horizon
-from perturbkv.analyses.pairing import SIDE, apart, budgets, setting_name, short_names
+from perturbkv.analyses.pairing import SIDE, budget_names, distinct_choices, setting_name, short_names
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -63,7 +63,7 @@ def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
 
 def _selection(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
     """Return policy and selection, as far as they are distinct among the configurations."""
-    words = apart([one.config for one in configs])[list(configs).index(config)]
+    words = distinct_choices([one.config for one in configs])[list(configs).index(config)]
     return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
 
 
@@ -84,7 +84,7 @@ def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
 
 def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], every: bool) -> None:
     """Set titles, units, whole steps, and each quantity's range from 0 to the same end in all rows."""
-    names = [" ".join(parts) for parts in budgets([row[0].config for row in rows], *SIDE)]
+    names = [" ".join(parts) for parts in budget_names([row[0].config for row in rows], *SIDE)]
     for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -105,7 +105,7 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
     if len(dashes) < 2:
         return handles
     firsts = [group[0].config for group in _groups(configs).values()]
-    names = [" ".join(parts) for parts in budgets(firsts, *SIDE)]
+    names = [" ".join(parts) for parts in budget_names(firsts, *SIDE)]
     return [*handles, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
 

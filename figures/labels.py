@@ -22,7 +22,7 @@ from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.pairing import folded
+from perturbkv.analyses.pairing import fold
 from perturbkv.figures import style
 
 Result = TypeVar("Result")
@@ -117,7 +117,7 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
 def _entries(key: Sequence[str], width_mm: float) -> list[str]:
     """Return number and name, folded to the figure's width."""
     room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
-    return [folded(f"{number}  {name}", room) for number, name in enumerate(key, 1)]
+    return [fold(f"{number}  {name}", room) for number, name in enumerate(key, 1)]
 
 
 def _columns(entries: Sequence[str], width_mm: float) -> int:

@@ -20,7 +20,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.pairing import counted, side_names
+from perturbkv.analyses.pairing import plural, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import cache_share_sides, sort_by_cache_share
@@ -193,7 +193,7 @@ def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
         for side in (result.baseline_median_drift, result.treatment_median_drift)
     )
     if hidden:
-        style.draw_note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
+        style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
 
 
 _WIDE, _NARROW, _LAST_LAYER_ROW_MM, _LAST_LAYER_AROUND_MM = 3, 2, 50, 14
@@ -258,7 +258,7 @@ def _panel(axes: Axes, result: LastLayer, font: float) -> None:
     axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
-        style.draw_note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
+        style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
 
 
 def _legend(results: Sequence[LastLayer]) -> list[Line2D]:
@@ -322,7 +322,7 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
     axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
     axes.set_title(title, loc="left")
     if hidden:
-        style.draw_note(axes, f"{counted(hidden, 'value')} of 0 not drawn")
+        style.draw_note(axes, f"{plural(hidden, 'value')} of 0 not drawn")
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -16,8 +16,8 @@ from perturbkv.analyses import text
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
 from perturbkv.analyses.needle.needle import Needle
 from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, RankedBudget, Retrieval, RetrievalCorrelation
-from perturbkv.analyses.pairing import SIDE, apart, common, counted, short_names
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.pairing import SIDE, common, distinct_choices, plural, short_names
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -111,7 +111,7 @@ def _name(result: Needle, method: Retrieval) -> list[str]:
     if method.config is None:
         return ["full cache"]
     configs = result.identity.configs
-    words = apart(configs)[configs.index(method.config)]
+    words = distinct_choices(configs)[configs.index(method.config)]
     sides = [words.pop(choice, "") for choice in SIDE]
     return [line for line in (*sides, " ".join(words.values())) if line] or ["evicted"]
 
@@ -219,8 +219,8 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
 def _foot_note(answered: int) -> str:
     """Return the legend of n and of the bars: each point has an n of its own."""
     return (
-        f"n: deciding ones of the {counted(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
-        f"over them, ranges where they are fewer than {LEAST}"
+        f"n: deciding ones of the {plural(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
+        f"over them, ranges where they are fewer than {MIN_SAMPLES}"
     )
 
 

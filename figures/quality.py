@@ -19,14 +19,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses import text
-from perturbkv.analyses.pairing import SIDE, apart, counted, folded, short_names
+from perturbkv.analyses.pairing import SIDE, distinct_choices, fold, plural, short_names
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
 from perturbkv.analyses.quality.judge import OUTCOMES, JudgeScores, Preferences
 from perturbkv.analyses.quality.quality import Quality
 from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
 from perturbkv.analyses.quality.score_tables import scores_note
-from perturbkv.analyses.stats.intervals import LEAST, Band, median_level
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -100,7 +100,7 @@ def _panel(axes: Axes, column: ScoreColumn, curves: Curves, title: int) -> None:
                              yerr=_reach(scores), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
                              linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
         _shift(axes, curve, points)
-    axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
+    axes.set_title(fold(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
     _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
     axes.grid(visible=True, axis="y")
 
@@ -172,7 +172,9 @@ def _legend(curves: Curves) -> list[Line2D]:
 def _bars(result: Quality) -> str:
     """Return the legend of bars and bands."""
     sizes = [one.samples for one in result.datasets]
-    kind = "95 % intervals" if min(sizes) >= LEAST else f"95 % intervals, of fewer than {LEAST} samples ranges"
+    kind = (
+        "95 % intervals" if min(sizes) >= MIN_SAMPLES else f"95 % intervals, of fewer than {MIN_SAMPLES} samples ranges"
+    )
     return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
 
 
@@ -216,7 +218,7 @@ def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
 
 def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]]:
     """Return colour, dash and width of each line: the first drawn is the widest, to be visible under equal ones."""
-    distinct = apart([one.config for one in configs])
+    distinct = distinct_choices([one.config for one in configs])
     sides, others = (
         [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in distinct]
         for of_side in (True, False)
@@ -265,8 +267,8 @@ def _foot_text(result: Divergence, configs: int) -> str:
     means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
     points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""
     if configs > _BANDS or samples < 2:
-        return f"n = {counted(samples, 'sample')}{points}"
-    level = f"{100 * median_level(samples):.0f} % intervals" if samples >= LEAST else ""
+        return f"n = {plural(samples, 'sample')}{points}"
+    level = f"{100 * median_level(samples):.0f} % intervals" if samples >= MIN_SAMPLES else ""
     kind = level or "ranges of single samples"
     return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"
 
@@ -314,10 +316,10 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
         axes.set(xlim=(0, 1), xlabel="share of samples")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
                       ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
-        first = f"the answer shown first won {text.decimal(result.first)} of {counted(result.pairs, 'decided pair')}"
+        first = f"the answer shown first won {text.decimal(result.first)} of {plural(result.pairs, 'decided pair')}"
         samples = len(result.samples)
         kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
-        style.draw_foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
+        style.draw_foot(figure, result.identity, f"{kind}, n = {plural(samples, 'sample')} · {first}")
     return figure
 
 
@@ -336,6 +338,6 @@ def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | 
     room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
     names = short_names([config for config, _ in configs])
     return [
-        folded(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
+        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
         for name, (_, share) in zip(names, configs, strict=True)
     ]

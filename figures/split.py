@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import counted, folded, short_names
+from perturbkv.analyses.pairing import fold, plural, short_names
 from perturbkv.analyses.questions.split.mass_and_distance import Contest, Parts, Setting, Spread
 from perturbkv.figures import style
 from perturbkv.figures.panels import draw_drift, draw_ratio, drift_entry, ratio_entries
@@ -118,7 +118,7 @@ def _trim_axis(axes: Axes, masses: Sequence[Floats]) -> None:
     begin = float(np.quantile(every, _LEAST)) / 2
     if left := int((every < begin).sum()):
         axes.set_xlim(left=begin)
-        axes.set_title(f"{counted(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
+        axes.set_title(f"{plural(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
 
 
 def _equal_loss(axes: Axes) -> None:
@@ -158,7 +158,7 @@ def _corrections(axes: Axes, one: Setting, name: str) -> None:
         for kind in ("isolated", "propagated"):
             draw_ratio(axes, index, kind, getattr(row, kind), "uncorrected or corrected is 0")
         draw_drift(axes, index, row)
-    axes.set_yticks(range(len(one.rows)), [folded(row.name) for row in one.rows])
+    axes.set_yticks(range(len(one.rows)), [fold(row.name) for row in one.rows])
     axes.set(ylim=(len(one.rows) - 0.4, -0.5), xlabel="over uncorrected (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.questions.stability.head_profiles import StableTrace
 from perturbkv.analyses.questions.stability.rank_reliability import GRID
 from perturbkv.analyses.questions.stability.stability import Stability
@@ -73,7 +73,7 @@ def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
     axes.set_title(f"{kind.capitalize()} L1: ranks of heads", loc="left")
     axes.set(xlabel="trace", ylabel="trace")
     if below := int((values < 0).sum()) // 2:
-        style.draw_note(axes, f"{counted(below, 'pair')} below 0")
+        style.draw_note(axes, f"{plural(below, 'pair')} below 0")
 
 
 def correlations(result: Stability, kind: str) -> Floats:

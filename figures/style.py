@@ -24,8 +24,8 @@ from matplotlib.ticker import Formatter, Locator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import folded
-from perturbkv.analyses.stats.intervals import LEAST, Scalar, median_level
+from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
 from perturbkv.escaping import line
 
 _STEPS: tuple[tuple[float, ...], ...] = (
@@ -164,12 +164,12 @@ def interval_legend(samples: int, medians: bool = False) -> str:
     """Return the legend of bars, bands and brackets; `medians` where some are of medians over samples."""
     if samples < 2:
         return "1 sample: no intervals"
-    median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= LEAST else ""
-    kind = f"95 % intervals{median}" if samples >= LEAST else "ranges of single samples"
+    median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
+    kind = f"95 % intervals{median}" if samples >= MIN_SAMPLES else "ranges of single samples"
     return f"bars, bands and brackets: {kind} over n = {samples} samples"
 
 
-def error_bars(value: float, interval: Scalar) -> list[list[float]] | None:
+def error_bars(value: float, interval: OptionalInterval) -> list[list[float]] | None:
     """Return an interval as matplotlib's error bars; None where there is none."""
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
@@ -214,7 +214,7 @@ def long_title_mm(text: str, width_mm: float) -> float:
 
 
 def _fold_title(text: str, width_mm: float) -> str:
-    return folded(text, int(width_mm / _TITLE_LETTER_MM))
+    return fold(text, int(width_mm / _TITLE_LETTER_MM))
 
 
 def draw_note(axes: Axes, text: str, middle: bool = False) -> None:

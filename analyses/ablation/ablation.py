@@ -11,7 +11,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ingredients import BASELINE, Setting, left_out, settings
 from perturbkv.analyses.columns import column, record
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.text import (
     ALIKE,
     FEW,
@@ -70,7 +70,7 @@ class Ablation(SettingsResult):
     def caveats(self) -> Sequence[str]:
         """Return the share of heads with half of the baseline's sum, and the number of configurations left out."""
         kind, count = self.settings[0].rows[0].propagated, len(self.left_out)
-        left = [f"Left out: {counted(count, 'configuration')} that no setting compares."] if count else []
+        left = [f"Left out: {plural(count, 'configuration')} that no setting compares."] if count else []
         return [f"Half of {BASELINE}'s sum lies in {text.percent(kind.half_share)} of the heads (propagated).", *left]
 
     def details(self) -> Sequence[Part]:

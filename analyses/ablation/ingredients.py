@@ -9,8 +9,8 @@ from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
-from perturbkv.analyses.pairing import Pair, order, setting_name
-from perturbkv.analyses.pairing import settings as alike
+from perturbkv.analyses.pairing import Pair, budget_order, setting_name
+from perturbkv.analyses.pairing import group_settings as alike
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -141,7 +141,7 @@ def _ingredient(config: EvictionConfig) -> str:
 def _members(configs: Iterable[EvictionConfig]) -> _Members:
     """Return the configuration of each row; without stages that of the smallest α."""
     members: _Members = {}
-    for config in sorted(configs, key=order):
+    for config in sorted(configs, key=budget_order):
         ingredient = _ingredient(config)
         members.setdefault((ingredient, _alpha(config) if ingredient in _STAGED else None), config)
     return members

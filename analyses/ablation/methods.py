@@ -12,9 +12,9 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.pairing import apart, common, matches
-from perturbkv.analyses.pairing import settings as alike
-from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.pairing import common, distinct_choices, matches
+from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import entries
@@ -58,12 +58,12 @@ class Row(Outcome):
         return f"{name} {self.difference}".strip()
 
     @property
-    def random_ratio_interval(self) -> Scalar:
+    def random_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `random_ratio`."""
         return _ratio(self.controls.get("random"))[1]
 
     @property
-    def protected_ratio_interval(self) -> Scalar:
+    def protected_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `protected_ratio`."""
         return _ratio(self.controls.get("attention"))[1]
 
@@ -94,7 +94,7 @@ class MethodSetting(OutcomeSetting):
         return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
     @property
-    def random_ratio_interval(self) -> Scalar:
+    def random_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `random_ratio`."""
         return _ratio(self.controls.get("random"))[1]
 
@@ -108,7 +108,7 @@ class MethodSetting(OutcomeSetting):
         return [Line("snapkv (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
 
 
-def _ratio(comparison: HeadComparison | None) -> tuple[float, Scalar]:
+def _ratio(comparison: HeadComparison | None) -> tuple[float, OptionalInterval]:
     """Return the ratio of propagated sums with its interval; NaN where there is no comparison."""
     if comparison is None:
         return float("nan"), None
@@ -236,7 +236,7 @@ def _distinct(rows: list[Row]) -> list[Row]:
     distinct = []
     for row in rows:
         same = [other.treatment for other in rows if other.name == row.name]
-        words = apart(same, "policy", "selection")[same.index(row.treatment)] if len(same) > 1 else {}
+        words = distinct_choices(same, "policy", "selection")[same.index(row.treatment)] if len(same) > 1 else {}
         distinct.append(dataclasses.replace(row, difference=" ".join(words.values())))
     return distinct
 

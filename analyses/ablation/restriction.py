@@ -10,7 +10,7 @@ from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.pairing import common
-from perturbkv.analyses.pairing import settings as alike
+from perturbkv.analyses.pairing import group_settings as alike
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part

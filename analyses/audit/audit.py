@@ -22,7 +22,7 @@ from perturbkv.analyses.audit.faults import (
 )
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
 from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, Decoded, Entries
 from perturbkv.configs.eviction import EvictionConfig
@@ -261,7 +261,7 @@ class Audit(Result):
         most = floors_text(max(map(worst_floors, decoded)))
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{counted(len(decoded), 'run')}{self._evicted_ends()}"
+            f"{plural(len(decoded), 'run')}{self._evicted_ends()}"
         )
 
     def _evicted_ends(self) -> str:
@@ -295,7 +295,7 @@ class Audit(Result):
         sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
         less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
         controls = less or ", and so do the controls'"
-        prompts = counted(self.identity.samples, "prompt")
+        prompts = plural(self.identity.samples, "prompt")
         return [
             table("what the loss is, first decoding step", lines, _LOSSES, "kept sets"),
             f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",

@@ -214,15 +214,15 @@ class AuditLoss(Record):
     isolated: float = column(
         "L1 perturbation of all heads over Σ ‖o_h‖₁, each layer cut on its own",
         heading="#isolated",
-        text=text.significant,
+        text=text.three_digits,
     )
     propagated: float = column(
-        "the same with every earlier layer's error included", heading="#propagated", text=text.significant
+        "the same with every earlier layer's error included", heading="#propagated", text=text.three_digits
     )
     drift: float = column(
-        "L1 distance of the last layer's residual stream, over its norm", heading="#drift", text=text.significant
+        "L1 distance of the last layer's residual stream, over its norm", heading="#drift", text=text.three_digits
     )
-    kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.significant)
+    kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.three_digits)
 
 
 def audited_run(trace: AuditTrace, run: Audited, fault: Fault | None) -> AuditedRun:

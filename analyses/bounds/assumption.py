@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, long_form, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import common, counted, of_selection, short_names
+from perturbkv.analyses.pairing import common, plural, short_names, side_indices
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar, rare_share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
 from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -61,7 +61,7 @@ class Reading(Record):
     share: float = column(
         "share of (sample, head) with σ > 0.5", unit="share", key="share_above_half", heading="#share of\nheads > 0.5"
     )
-    share_interval: Scalar = column("over samples", key="share_above_half_interval")
+    share_interval: OptionalInterval = column("over samples", key="share_above_half_interval")
     layer_share: Floats = column(
         "share of (sample, head) with σ > 0.5 within each layer",
         unit="share",
@@ -126,7 +126,7 @@ class ConfigAssumption(Record):
         return self.sigma_stage1.share
 
     @property
-    def stage1_share_interval(self) -> Scalar:
+    def stage1_share_interval(self) -> OptionalInterval:
         """Interval of `stage1_share`, over samples."""
         return self.sigma_stage1.share_interval
 
@@ -136,7 +136,7 @@ class ConfigAssumption(Record):
         return self.sigma_topk.share
 
     @property
-    def topk_share_interval(self) -> Scalar:
+    def topk_share_interval(self) -> OptionalInterval:
         """Interval of `topk_share`, over samples."""
         return self.sigma_topk.share_interval
 
@@ -146,7 +146,7 @@ class ConfigAssumption(Record):
         return self.retained_mass.share
 
     @property
-    def kept_share_interval(self) -> Scalar:
+    def kept_share_interval(self) -> OptionalInterval:
         """Interval of `kept_share`, over samples."""
         return self.retained_mass.share_interval
 
@@ -165,7 +165,7 @@ def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, .
             cache_share=float(measured.cache_shares[index]),
             **{name: _reading(name, measured[name][:, index], layers) for name in READINGS},
         )
-        for index in of_selection(run, selection)
+        for index in side_indices(run, selection)
     )
 
 
@@ -177,7 +177,7 @@ def _reading(variable: str, sigma: Floats, layers: tuple[int, ...]) -> Reading:
         below=(~above).sum(axis=0),
         samples=len(sigma),
         share=float(above.mean()),
-        share_interval=intervals.of_mean(above.mean(axis=(1, 2)), rare_share_of(above[0].size)),
+        share_interval=intervals.of_mean(above.mean(axis=(1, 2)), rare_share_kind(above[0].size)),
         layer_share=above.mean(axis=(0, 2)),
         layers=layers,
     )
@@ -258,7 +258,7 @@ class Assumption(Result):
             for config in self.configs
             for variable, reading in config.readings.items()
             for row in long_form(
-                {**columns_of(config.config), "reading": variable},
+                {**config_columns(config.config), "reading": variable},
                 {"layer": reading.layers, "head": range(reading.mean.shape[1])},
                 {"sigma": reading.mean, "samples_at_most_half": reading.below, "samples": reading.samples},
             )
@@ -280,12 +280,12 @@ class Assumption(Result):
         same = all((reading.failing == failing).all() for reading in self._stage1())
         at = "" if same else f" at {self._names()[index]}"
         total, counts = int(failing.sum()), failing.sum(axis=1)
-        heads = f"{counted(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
+        heads = f"{plural(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
         if failing.all():
-            return f"all {counted(total, 'head')} fail{at}"
+            return f"all {plural(total, 'head')} fail{at}"
         layer = int(counts.argmax())
         if 2 * counts[layer] <= total:
-            return f"{heads}, in {counted(int((counts > 0).sum()), 'layer')}"
+            return f"{heads}, in {plural(int((counts > 0).sum()), 'layer')}"
         most = "" if counts[layer] == total else f"{counts[layer]} of them "
         return f"{heads}, {most}in layer {self.identity.layer(layer)}"
 

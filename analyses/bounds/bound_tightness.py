@@ -22,11 +22,11 @@ from perturbkv.analyses.bounds.ratios import (
 )
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import common, of_selection, short_names
+from perturbkv.analyses.pairing import common, short_names, side_indices
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import complement, extremes, factor, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -94,11 +94,11 @@ class BoundTightness(Result):
     @property
     def shown(self) -> tuple[Tightness, ...]:
         """The configurations of the selection, by α, then budget."""
-        return tuple(self.configs[index] for index in of_selection(self.run, self.selection))
+        return tuple(self.configs[index] for index in side_indices(self.run, self.selection))
 
     def with_selection(self, selection: str) -> BoundTightness:
         """Return the result with another selection shown. Raises TraceError where the trace holds none of it."""
-        shown = [self.run.configs[index] for index in of_selection(self.run, selection)]
+        shown = [self.run.configs[index] for index in side_indices(self.run, selection)]
         about = dataclasses.replace(self.identity, configs=tuple(shown))
         return dataclasses.replace(self, selection=selection, identity=about)
 
@@ -141,7 +141,7 @@ class BoundTightness(Result):
             for config in self.configs
             for name, spread in config.spreads.items()
             for row in long_form(
-                {**columns_of(config.config), "ratio": name},
+                {**config_columns(config.config), "ratio": name},
                 {
                     "layer": [self.identity.layer(layer) for layer in range(len(config.flagged_heads))],
                     "head": range(config.flagged_heads.shape[1]),
@@ -255,7 +255,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         agreements=compare_orders(bounds, trace.run),
         step=step,
         run=trace.run,
-        identity=identity(trace, [trace.run.configs[index] for index in of_selection(trace.run, selection)], step),
+        identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         others=others,
     )
 
@@ -275,4 +275,4 @@ def _times(ratios: Floats) -> str:
 
 def _is_evidence(one: RankCorrelation) -> bool:
     """Return whether a correlation is of θ̂, over the contenders, and from enough samples."""
-    return one.bound == _BOUND and set(one.selections) <= {*CONTENDERS} and one.evidence_samples >= LEAST
+    return one.bound == _BOUND and set(one.selections) <= {*CONTENDERS} and one.evidence_samples >= MIN_SAMPLES

@@ -17,10 +17,10 @@ from perturbkv.analyses.bounds.ratios import Bounded, bounded
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import by_selection
+from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Scalar, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, OptionalInterval, share_kind
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -41,9 +41,9 @@ class RankCorrelation(Record):
     bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
     selections: tuple[str, ...] = column("selections that are ranked")
     mean: float = column("Spearman's ρ with L, mean over samples and heads; null where no value is left")
-    mean_interval: Scalar = column("over samples", key="interval")
+    mean_interval: OptionalInterval = column("over samples", key="interval")
     evidence_mean: float = column("Spearman's ρ where σ > 0.5 in every selection: all bounds on the same heads")
-    evidence_mean_interval: Scalar = column("over samples", key="evidence_interval")
+    evidence_mean_interval: OptionalInterval = column("over samples", key="evidence_interval")
     evidence_values: int = column("(sample, head) with σ > 0.5 in every selection", heading="#heads")
     evidence_samples: int = column("samples that hold such heads", heading="#samples")
     by_head: Floats = column("ρ of each head, mean over samples", dims=("layer", "head"))
@@ -56,17 +56,17 @@ class RankCorrelation(Record):
         return float("nan") if self.bound == "θ̂" else self.mean
 
     @property
-    def rho_interval(self) -> Scalar:
+    def rho_interval(self) -> OptionalInterval:
         """Interval of `rho`, over samples."""
         return None if isnan(self.rho) else self.mean_interval
 
     @derived(heading="#ρ where\nσ > 0.5", json=False)
     def evidence_rho(self) -> float:
         """Spearman's ρ with L where σ > 0.5 in every selection; a dash of fewer than five samples."""
-        return self.evidence_mean if self.evidence_samples >= LEAST else float("nan")
+        return self.evidence_mean if self.evidence_samples >= MIN_SAMPLES else float("nan")
 
     @property
-    def evidence_rho_interval(self) -> Scalar:
+    def evidence_rho_interval(self) -> OptionalInterval:
         """Interval of `evidence_rho`, over samples."""
         return None if isnan(self.evidence_rho) else self.evidence_mean_interval
 
@@ -83,9 +83,9 @@ class Concordance(Record):
         "mean over samples; null where none does",
         unit="share",
     )
-    share_interval: Scalar = column("over samples", key="interval")
+    share_interval: OptionalInterval = column("over samples", key="interval")
     evidence_share: float = column("share where σ > 0.5 in both: all bounds on the same heads", unit="share")
-    evidence_share_interval: Scalar = column("over samples", key="evidence_interval")
+    evidence_share_interval: OptionalInterval = column("over samples", key="evidence_interval")
     evidence_values: int = column("(sample, head) with σ > 0.5 in both", heading="#heads")
     evidence_samples: int = column("samples that hold such heads", heading="#samples")
     values: int = column("(sample, head) in which bound and L differ")
@@ -93,10 +93,10 @@ class Concordance(Record):
     @derived(unit="share", heading="#lower bound,\nlower L", json=False)
     def evidence_agreement(self) -> float:
         """Heads with σ > 0.5 in which the lower bound has the lower L; a dash of fewer than five samples."""
-        return self.evidence_share if self.evidence_samples >= LEAST else float("nan")
+        return self.evidence_share if self.evidence_samples >= MIN_SAMPLES else float("nan")
 
     @property
-    def evidence_agreement_interval(self) -> Scalar:
+    def evidence_agreement_interval(self) -> OptionalInterval:
         """Interval of `evidence_agreement`, over samples."""
         return None if isnan(self.evidence_agreement) else self.evidence_share_interval
 
@@ -135,7 +135,7 @@ def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
 
 def compare_orders(bounds: Bounded, run: RunConfig) -> tuple[RankAgreement, ...]:
     """Compare the order of bounds with that of L for each setting of a run."""
-    return tuple(_agreement(bounds, group) for group in by_selection(run) if len(group) > 1)
+    return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _concordance(pair: _Group, bound: str) -> Concordance:
     per_sample = _mean(agreeing, (1, 2))
     proven = np.where(pair.evidence("θ̂"), agreeing, np.nan)
     evidence = _mean(proven, (1, 2))
-    share = share_of(agreeing[0].size if len(agreeing) else 0)
+    share = share_kind(agreeing[0].size if len(agreeing) else 0)
     return Concordance(
         first=pair.names[0],
         second=pair.names[1],

@@ -16,7 +16,7 @@ from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
-from perturbkv.analyses.stats.intervals import Scalar, rare_share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
 from perturbkv.analyses.text import complement, decimal
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BoundError, TraceError
@@ -202,7 +202,7 @@ class RatioCells(Record):
     """Medians of the four ratios, each with the 5 % and 95 % quantile, as a table shows them."""
 
     share: float = column("(sample, head) with such σ, a share of all", unit="share", heading="#share of\nheads")
-    share_interval: Scalar = column("over samples")
+    share_interval: OptionalInterval = column("over samples")
     l_theta: str = column("perturbation over the bound of Theorem 2: median and 5 to 95 %", heading="#L/θ")
     l_theta_hat: str = column("perturbation over the bound of Theorem 3", heading="#L/θ̂")
     theta_theta_hat: str = column("bound of Theorem 2 over that of Theorem 3", heading="#θ/θ̂")
@@ -226,7 +226,7 @@ class Tightness(Record):
     mass: MassCurve = column("L/θ against S", key="retained_mass_bins")
     retained_mass: float = column("mean S, a share of the attention")
     flagged_share: float = column("share of (sample, head) with σ ≤ 0.5", key="sigma_at_most_half_share", unit="share")
-    flagged_share_interval: Scalar = column("over samples", key="sigma_at_most_half_share_interval")
+    flagged_share_interval: OptionalInterval = column("over samples", key="sigma_at_most_half_share_interval")
     flagged_heads: Floats = column(
         "share of the samples in which σ ≤ 0.5", key="sigma_at_most_half_by_head", unit="share", dims=("layer", "head")
     )
@@ -268,7 +268,7 @@ def tightness(config: EvictionConfig, cache_share: float, bounds: Bounded) -> Ti
         retained_mass=float(bounds.mass.mean()) if bounds.mass.size else float("nan"),
         flagged_share=float(flagged.mean()) if flagged.size else float("nan"),
         flagged_share_interval=intervals.of_mean(
-            flagged.mean(axis=(1, 2)), rare_share_of(int(np.prod(flagged.shape[1:])))
+            flagged.mean(axis=(1, 2)), rare_share_kind(int(np.prod(flagged.shape[1:])))
         ),
         flagged_heads=flagged.mean(axis=0) if len(flagged) else np.full(flagged.shape[1:], np.nan),
     )

@@ -33,7 +33,15 @@ from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Interval, Kind, Scalar, share_of
+from perturbkv.analyses.stats.intervals import (
+    DIFFERENCE,
+    POSITIVE,
+    RATIO,
+    Interval,
+    OptionalInterval,
+    StatisticKind,
+    share_kind,
+)
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
@@ -63,7 +71,7 @@ class EquivalentBudget(Record):
     value: float = column(
         "the budget; null or 0 beyond those measured; where `beyond` is flat the smallest measured that does as well"
     )
-    interval: Scalar = column(
+    interval: OptionalInterval = column(
         "budgets that the samples cannot distinguish from it; null or 0 at an open end; null where `beyond` is flat"
     )
     flat: bool = False
@@ -84,7 +92,7 @@ class EquivalentBudget(Record):
 
 
 def equivalent_budgets(
-    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: Kind
+    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: StatisticKind
 ) -> list[EquivalentBudget]:
     """Return, for each of the treatment's budgets, the baseline's budget at which it loses no more.
 
@@ -101,7 +109,9 @@ def equivalent_budgets(
     ]
 
 
-def _equivalent_budget(budgets: Floats, falling: Floats, own: float, level: Floats, kind: Kind) -> EquivalentBudget:
+def _equivalent_budget(
+    budgets: Floats, falling: Floats, own: float, level: Floats, kind: StatisticKind
+) -> EquivalentBudget:
     curve, aim = falling.mean(axis=0), float(level.mean())
     flat = None if kind.log else _flat_index(curve, aim)
     if flat is not None:
@@ -109,7 +119,7 @@ def _equivalent_budget(budgets: Floats, falling: Floats, own: float, level: Floa
     value = _budget_at(budgets, curve, aim, own, kind.log)
     tried = np.geomspace(budgets[0], budgets[-1], _CANDIDATES)
     contrast = _contrast(_interpolation(budgets, tried), falling, level, kind.log)
-    band = intervals.band(contrast, len(falling), kind)
+    band = intervals.of_statistics(contrast, len(falling), kind)
     if band is None:
         return EquivalentBudget(value, None)
     equal = 1.0 if kind.log else 0.0
@@ -231,13 +241,13 @@ class Loss:
     each: Floats
     full: float
 
-    def level(self, index: int) -> tuple[float, Scalar]:
+    def level(self, index: int) -> tuple[float, OptionalInterval]:
         """Return one configuration's score in [0, 1], mean L1 or median KL, with its interval."""
         each = self.each[:, index]
         if self.name == "kl":
             return float(np.median(each)), intervals.of_median(each)
         if self.name == "score":
-            return float(1 - each.mean()), intervals.of_mean(1 - each, share_of(0))
+            return float(1 - each.mean()), intervals.of_mean(1 - each, share_kind(0))
         return float(each.mean()), intervals.of_mean(each, POSITIVE)
 
     def equivalent_budgets(self, baseline: Axis, treatment: Axis) -> list[EquivalentBudget]:
@@ -301,9 +311,9 @@ class Level(Record):
     )  # fmt: skip
     level: float = column(
         "mean score (0 to 1), mean propagated L1 over the norms of the full outputs, or median KL (nat)",
-        heading="#its value", text=text.significant,
+        heading="#its value", text=text.three_digits,
     )  # fmt: skip
-    level_interval: Scalar = interval()
+    level_interval: OptionalInterval = interval()
 
 
 @record
@@ -320,9 +330,9 @@ class Point(Level):
     equivalent: EquivalentBudget = column("the baseline's budget for the same, on the same axis", key="reached")
     reason: str = column("why there is no saving, or no end of its interval; empty where both are there")
     baseline_level: float | None = column(
-        "the same of the baseline at that budget", heading="#baseline's\nvalue", text=text.significant, json=False
+        "the same of the baseline at that budget", heading="#baseline's\nvalue", text=text.three_digits, json=False
     )
-    baseline_level_interval: Scalar
+    baseline_level_interval: OptionalInterval
     baseline_range: tuple[float, float]
     entries: bool
 
@@ -332,7 +342,7 @@ class Point(Level):
         return 1 - self.at / self.equivalent.value if self.equivalent.known else float("nan")
 
     @derived()
-    def saving_interval(self) -> Scalar:
+    def saving_interval(self) -> OptionalInterval:
         """Interval of the saving; an end is 1, or null for −∞, where the budgets measured do not show it."""
         ends = self.equivalent.interval
         if ends is None:
@@ -352,7 +362,7 @@ class Point(Level):
         """Share of the baseline's budget that the treatment saves; ? where the baseline's curve is flat."""
         if self.equivalent.flat:
             return "?"
-        return _SIGNS.get(self.equivalent.value, "") + text.percent(self.least_saving) + text.ends(
+        return _SIGNS.get(self.equivalent.value, "") + text.percent(self.least_saving) + text.interval_text(
             self.saving_interval, _hundredths, "\n")  # fmt: skip
 
     @derived(heading="#baseline's\nbudget b*", json=False)
@@ -361,7 +371,9 @@ class Point(Level):
         value, low_high = self.equivalent.value, self.baseline_range
         sign = "≤ " if self.equivalent.flat else _SIGNS.get(value, "")
         shown = sign + self._coordinate({inf: low_high[1], 0.0: low_high[0]}.get(value, value))
-        ends = text.ends(self.equivalent.interval, lambda end: self._coordinate(end) if 0 < end < inf else "…", "\n")
+        ends = text.interval_text(
+            self.equivalent.interval, lambda end: self._coordinate(end) if 0 < end < inf else "…", "\n"
+        )
         return shown + ends
 
     def _coordinate(self, value: float) -> str:

@@ -15,13 +15,13 @@ from perturbkv.analyses.budget.budget_axis import Axis, named_axes
 from perturbkv.analyses.budget.criteria import Criterion
 from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, checked
+from perturbkv.analyses.pairing import Sides, check_sides
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
-from perturbkv.analyses.stats.intervals import Band, Scalar
+from perturbkv.analyses.stats.intervals import Band, OptionalInterval
 from perturbkv.analyses.text import sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
@@ -47,9 +47,9 @@ class BudgetKL(Record):
 
     budget: str = column("budget as given", heading="#budget")
     cache_share: float = column("entries of the cache over those of the full cache", heading="#cache\nshare")
-    median: float = column("KL of the next token", unit="nat", heading="#KL, nat,\nmedian", text=text.significant)
-    median_interval: Scalar = interval()
-    mean: float = column("KL, mean over samples; one can dominate it", heading="#mean", text=text.significant)
+    median: float = column("KL of the next token", unit="nat", heading="#KL, nat,\nmedian", text=text.three_digits)
+    median_interval: OptionalInterval = interval()
+    mean: float = column("KL, mean over samples; one can dominate it", heading="#mean", text=text.three_digits)
 
 
 @record
@@ -202,7 +202,7 @@ class Cliffs(Sequenced[Cliff], Result):
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method and budget: KL of the next token in nat, median and mean over samples, and caches."""
         return [
-            {"method": one.name, **columns_of(config), "held": float(one.cache_shares[index]),
+            {"method": one.name, **config_columns(config), "held": float(one.cache_shares[index]),
              "bytes": float(one.cache_bytes[index]), "median_kl": float(one.median[index]),
              "mean_kl": float(one.mean[index])}
             for one in self.members for index, config in enumerate(one.configs)
@@ -260,7 +260,7 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
         (['attention', 'two-stage'], (5,))
     """
     thresholds = check_thresholds(kl)
-    named = checked(trace, "", "" if sides is None else sides)
+    named = check_sides(trace, "", "" if sides is None else sides)
     measured = Measurements(trace, ANALYSIS, None)
     curves = named_axes(measured, None if sides is None else named)
     axes = [axis for _, axis in curves]

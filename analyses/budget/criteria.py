@@ -19,7 +19,7 @@ from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, scores
 from perturbkv.analyses.stats import one_sided
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
@@ -250,7 +250,7 @@ class Verdict(Record):
         if not self.criterion.keeps(self.failed.mean):
             return f"{budget}: {mean}"
         if math.isinf(self.failed.bound):
-            return f"{budget}: {mean};\nn ≥ {LEAST} has a bound"
+            return f"{budget}: {mean};\nn ≥ {MIN_SAMPLES} has a bound"
         enough = "n unknown" if self.samples_for is None else f"n = {self.samples_for:,} would do"
         return f"{budget}: {self._mean_and_bound(self.failed)};\n{enough}"
 

@@ -11,13 +11,13 @@ import numpy as np
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Scalar, share_of
+from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.text import Case, Words, comparison, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -50,27 +50,27 @@ class Row(Record):
     evicts: bool
     perturbation: float = column(
         "propagated L1 of the last layer's heads over ‖o‖₁, mean over samples", key="moved",
-        heading="#last layer's\nperturbation", text=text.significant,
+        heading="#last layer's\nperturbation", text=text.three_digits,
     )  # fmt: skip
-    perturbation_interval: Scalar = column("over samples", key="moved_interval")
+    perturbation_interval: OptionalInterval = column("over samples", key="moved_interval")
     ratio: float | None = column(
         "perturbation over that of evicting alone at the same bytes, ratio of both means; null where there is none",
         key="over",
     )  # fmt: skip
-    ratio_interval: Scalar = column("over samples", key="over_interval")
+    ratio_interval: OptionalInterval = column("over samples", key="over_interval")
     kl_median: float = column(
         "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL of the next\ntoken, nat",
-        text=text.significant,
+        text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
     score: float | None = column(
         "of its answers, 0 to 1; null without answers", heading="#score\n× 100", text=text.points
     )
-    score_interval: Scalar = interval()
+    score_interval: OptionalInterval = interval()
     gain: float | None = column(
         "`score` less that of evicting alone, sample by sample; null without either"
     )  # fmt: skip
-    gain_interval: Scalar = interval()
+    gain_interval: OptionalInterval = interval()
 
     @derived(heading="#bits")
     def bits(self) -> int:
@@ -90,7 +90,7 @@ class Row(Record):
         return self.ratio if self.config.quantised else None
 
     @property
-    def over_evicting_interval(self) -> Scalar:
+    def over_evicting_interval(self) -> OptionalInterval:
         """Interval of that ratio."""
         return self.ratio_interval
 
@@ -100,7 +100,7 @@ class Row(Record):
         return self.gain if self.config.quantised else None
 
     @property
-    def gain_over_evicting_interval(self) -> Scalar:
+    def gain_over_evicting_interval(self) -> OptionalInterval:
         """Interval of that difference."""
         return self.gain_interval
 
@@ -158,18 +158,18 @@ class RowBuilder:
             kl_median=float(np.median(kl)),
             kl_median_interval=intervals.of_median(kl),
             score=None if score is None else float(score.mean()),
-            score_interval=None if score is None else intervals.of_mean(score, share_of(0)),
+            score_interval=None if score is None else intervals.of_mean(score, share_kind(0)),
             gain=None if gain is None else float(gain.mean()),
             gain_interval=None if gain is None else intervals.of_mean(gain, DIFFERENCE),
         )
 
-    def _ratio(self, index: int, base: int) -> tuple[float, Scalar]:
+    def _ratio(self, index: int, base: int) -> tuple[float, OptionalInterval]:
         first, second = self._perturbation[:, base], self._perturbation[:, index]
 
         def over(weights: Floats) -> Floats:
             return np.asarray(ratio(weights @ second, weights @ first))
 
-        return float(ratio(second.sum(), first.sum())), intervals.scalar(over, len(first), RATIO)
+        return float(ratio(second.sum(), first.sum())), intervals.of_statistic(over, len(first), RATIO)
 
 
 def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
@@ -233,7 +233,7 @@ class EqualBytes(Result):
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
     everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")
     full_score: float | None = column("of the full cache's answers, 0 to 1; null without answers")
-    full_score_interval: Scalar = interval()
+    full_score_interval: OptionalInterval = interval()
     left_out: tuple[EvictionConfig, ...] = column("in few bits, but neither of a budget in bytes nor of everything")
     step: int
     identity: RunIdentity
@@ -297,7 +297,7 @@ class EqualBytes(Result):
         """
         return [
             {
-                **columns_of(row.config),
+                **config_columns(row.config),
                 "bits": row.bits,
                 "kind": row.kind,
                 "held": row.cache_share,
@@ -365,7 +365,7 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
         settings=compared,
         everything=everything,
         full_score=None if full is None else float(full.mean()),
-        full_score_interval=None if full is None else intervals.of_mean(full, share_of(0)),
+        full_score_interval=None if full is None else intervals.of_mean(full, share_kind(0)),
         left_out=tuple(config for config in trace.run.configs if config not in configs),
         step=step,
         identity=identity(trace, configs, step),

@@ -23,11 +23,11 @@ from perturbkv.analyses.budget.criteria import (
 )
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements, has_only_first_token
-from perturbkv.analyses.pairing import Sides, checked, counted
+from perturbkv.analyses.pairing import Sides, check_sides, plural
 from perturbkv.analyses.result import Result, Sequenced
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import sentence
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -189,7 +189,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         missing = [_missing_clause(one, samples) for one in self if one.safe is None]
         shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
         return sentence(
-            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {counted(samples, 'sample')}): {shown}"
+            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {plural(samples, 'sample')}): {shown}"
         )
 
     def title(self) -> str:
@@ -206,7 +206,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def interval_note(self) -> str:
         """Return n, and the kind and level of the bounds."""
-        return f"n = {counted(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
+        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
 
     def caveats(self) -> Sequence[str]:
         """Return which answers cannot be lost, and that limits on steps say nothing about answers."""
@@ -242,7 +242,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
         """
         return [
-            {"name": one.name, **columns_of(at.config), "criterion": limited.limited, "limit": limited.limit,
+            {"name": one.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
              "held": at.cache_share, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
              "holds": int(at.holds)}
             for one in self.members for limited in one.verdicts for at in limited.budgets
@@ -269,8 +269,8 @@ def _missing_clause(one: SafeBudget, samples: int) -> str:
 def _samples_clause(failing: Verdict, samples: int) -> str:
     if failing.samples_for is not None:
         return f"{failing.samples_for:,} samples like these would do"
-    if samples < LEAST:
-        return f"as no bound is given of fewer than {LEAST} samples"
+    if samples < MIN_SAMPLES:
+        return f"as no bound is given of fewer than {MIN_SAMPLES} samples"
     return "more samples are needed, how many is unknown"
 
 
@@ -320,7 +320,7 @@ def safe_budget(
     """
     limits = criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
-    named = checked(trace, "", "" if sides is None else sides)
+    named = check_sides(trace, "", "" if sides is None else sides)
     measured = Measurements(trace, ANALYSIS, None)
     curves = named_axes(measured, None if sides is None else named)
     each = {limit: limit.sample_means(measured) for limit in limits}

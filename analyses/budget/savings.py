@@ -21,9 +21,9 @@ from perturbkv.analyses.budget.budget_equivalence import (
 )
 from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import SIDE, Sides, checked, short_names, side_names
+from perturbkv.analyses.pairing import SIDE, Sides, check_sides, short_names, side_names
 from perturbkv.analyses.result import Result, Several
 from perturbkv.analyses.text import Words, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
@@ -219,7 +219,7 @@ def savings(
     >>> [str(point.config.budget) for point in result[0].measures[0].points]
     ['40', '48', '56', '60', '64']
     """
-    sides = checked(trace, baseline, treatments)
+    sides = check_sides(trace, baseline, treatments)
     measured = Measurements(trace, ANALYSIS, step)
     lost = measure_losses(measured, by)
     pairs = [pair for treatment in sides for pair in paired_axes(measured, baseline, treatment)]
@@ -278,11 +278,11 @@ def _locate(axis: Axis, along: str) -> Axis:
 
 
 def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
-    baseline = columns_of(one.baseline[0].config)
+    baseline = config_columns(one.baseline[0].config)
     for point in one.points:
         yield {
             "measure": one.measure,
-            **columns_of(point.config),
+            **config_columns(point.config),
             **{f"baseline_{name}": value for name, value in baseline.items() if name in SIDE},
             "along": along,
             **_numbers(point),

@@ -41,11 +41,11 @@ from perturbkv.analyses.correlation.method_identity import (
     strengths,
 )
 from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
-from perturbkv.analyses.json_values import columns_of, json_value
+from perturbkv.analyses.json_values import config_columns, json_value
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups, counted, matches
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups, matches, plural
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST, Estimate
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Estimate
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.display import Part
 from perturbkv.errors import TraceError
@@ -83,8 +83,8 @@ def _over_budgets(result: Correlation) -> str:
 
 def _prompts_note(one: Estimate) -> str:
     """Return 'n = 12 deciding prompts', and of fewer than five that they are too few."""
-    few = ", too few for an interval" if one.prompts < LEAST else ""
-    return f"n = {counted(one.prompts, 'deciding prompt')}{few}"
+    few = ", too few for an interval" if one.prompts < MIN_SAMPLES else ""
+    return f"n = {plural(one.prompts, 'deciding prompt')}{few}"
 
 
 def _baseline_clause(baseline: IdentityBaseline, beyond: str, side: int) -> str:
@@ -178,7 +178,7 @@ class Correlation(Result):
         samples, answered = (sum(getattr(part, name) for part in self.parts) for name in ("samples", "answered"))
         if not answered:
             return (
-                f"The full cache answers none of {counted(samples, 'prompt')} (score > {self.rule.right:g}): there is "
+                f"The full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g}): there is "
                 "nothing that eviction can lose."
             )
         clauses = _rank_clause(self), _area_clause(self), _contrast_clause(self.overall[0])
@@ -227,7 +227,7 @@ class Correlation(Result):
         """
         return [
             {
-                **columns_of(config),
+                **config_columns(config),
                 "setting": one.name,
                 "dataset": self.parts[part].dataset,
                 "sample": sample,
@@ -244,7 +244,7 @@ class Correlation(Result):
     def _answered_note(self) -> str:
         """Return 'The full cache answers 12 of 16 prompts of needle (score > 0, median 1); lost: …'."""
         each = ", ".join(
-            f"{part.answered} of {counted(part.samples, 'prompt')} of {part.dataset}"
+            f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
             + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
             for part in self.parts
         )

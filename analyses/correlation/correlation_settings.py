@@ -41,7 +41,7 @@ from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_
 from perturbkv.analyses.multi_trace import check_together
 from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, mean_of, over_prompts
+from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, estimate_mean, mean_where_known
 from perturbkv.analyses.stats.permutation import PermutationNull, score_permutation_nulls
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 from perturbkv.configs.eviction import EvictionConfig
@@ -364,7 +364,9 @@ def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
     if not curves:
         return ()
     return tuple(
-        AcrossBudgets(name, over_prompts(mean_of([_rho(prompts, name, indices) for indices in curves]), CORRELATION))
+        AcrossBudgets(
+            name, estimate_mean(mean_where_known([_rho(prompts, name, indices) for indices in curves]), CORRELATION)
+        )
         for name in (EVICTED, *NAMES)
     )
 

@@ -18,7 +18,7 @@ from perturbkv.analyses.correlation.method_identity import (
     Strength,
 )
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.pairing import folded
+from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import Estimate, Interval
 from perturbkv.analyses.stats.permutation import PermutationNull
 from perturbkv.display import Part, Table
@@ -277,4 +277,4 @@ def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
 
 def _with_first_name(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
     """Return rows with one more column, which names the first of them."""
-    return [[folded(name) if index == 0 else "", *row] for index, row in enumerate(rows)]
+    return [[fold(name) if index == 0 else "", *row] for index, row in enumerate(rows)]

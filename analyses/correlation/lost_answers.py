@@ -17,14 +17,14 @@ from perturbkv.analyses.columns import Record, column, interval, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import LEAST, Estimate, Kind, Scalar, share_of
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Estimate, OptionalInterval, StatisticKind, share_kind
 from perturbkv.analyses.stats.rank_correlation import mean_ranks
 from perturbkv.errors import ConfigError
 
 LOST = 0.5
 _ROUNDING = 1e-9
 """Scores that differ by less than this share of themselves are equal."""
-AREA = share_of(0)
+AREA = share_kind(0)
 """A mean over prompts of each one's share of pairs."""
 
 
@@ -71,9 +71,9 @@ def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
     sides = [ratio(wins.sum(axis=axis), pairs.sum(axis=axis)) for axis in (0, 1)]
     each = min((side[~np.isnan(side)] for side in sides), key=len)
     value = float(ratio(wins.sum(), pairs.sum()))
-    if len(each) < LEAST:
+    if len(each) < MIN_SAMPLES:
         return Estimate(value, intervals.of_mean(each, AREA), len(each))
-    return Estimate(value, intervals.scalar(area, len(measured), AREA, len(each)), len(each))
+    return Estimate(value, intervals.of_statistic(area, len(measured), AREA, len(each)), len(each))
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -90,7 +90,7 @@ def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, F
 
 
 BINS = 5
-_DROP = Kind(3 / 8, limits=(-1, 1))
+_DROP = StatisticKind(3 / 8, limits=(-1, 1))
 """A mean of drops of a score from 0 to 1."""
 
 
@@ -106,9 +106,9 @@ class Bin(Record):
     answers: int = column("how many answers")
     prompts: int = column("of how many prompts")
     lost: float = column("share of the answers that are lost")
-    lost_interval: Scalar = interval("over prompts")
+    lost_interval: OptionalInterval = interval("over prompts")
     drop: float = column("mean loss of the score, −1 to 1")
-    drop_interval: Scalar = interval("over prompts")
+    drop_interval: OptionalInterval = interval("over prompts")
 
 
 def check_bins(bins: int) -> int:
@@ -134,7 +134,7 @@ def calibration_curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, b
 
 def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
     perturbed = measured[inside]
-    lost_share, lost_interval = _mean(lost, inside, share_of(0))
+    lost_share, lost_interval = _mean(lost, inside, share_kind(0))
     mean_drop, drop_interval = _mean(drop, inside, _DROP)
     return Bin(
         low=float(perturbed.min()),
@@ -149,13 +149,15 @@ def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArra
     )
 
 
-def _mean(values: NDArray[np.generic], inside: NDArray[np.bool_], kind: Kind) -> tuple[float, Scalar]:
+def _mean(
+    values: NDArray[np.generic], inside: NDArray[np.bool_], kind: StatisticKind
+) -> tuple[float, OptionalInterval]:
     """Return the mean of (prompt, config) values in a bin, a ratio of sums over prompts, with its interval."""
     prompts = inside.any(axis=1)
     top = np.where(inside, values, 0)[prompts].sum(axis=1, dtype=np.float64)
     count = inside[prompts].sum(axis=1)
     effective = float(count.sum() ** 2 / (count**2).sum())  # as many prompts of equally many answers
-    ends = intervals.scalar(
+    ends = intervals.of_statistic(
         lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, effective
     )
     return float(top.sum() / count.sum()), ends

@@ -25,7 +25,14 @@ from perturbkv.analyses.correlation.lost_answers import AREA
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES, Floats
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Estimate, Kind, mean_of, over_prompts
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    MIN_SAMPLES,
+    Estimate,
+    StatisticKind,
+    estimate_mean,
+    mean_where_known,
+)
 from perturbkv.analyses.stats.permutation import (
     PermutationNull,
     PromptPermutations,
@@ -36,9 +43,9 @@ from perturbkv.analyses.stats.permutation import (
 from perturbkv.analyses.stats.rank_correlation import kendall, mean_ranks, spearman
 from perturbkv.analyses.text import interval_verdict
 
-DIFFERENCES = Kind(3 / 8, limits=(-2, 2))
+DIFFERENCES = StatisticKind(3 / 8, limits=(-2, 2))
 """A mean of differences between two rank correlations of the same prompt."""
-AREAS = Kind(3 / 8, limits=(-1, 1))
+AREAS = StatisticKind(3 / 8, limits=(-1, 1))
 """A mean of differences between two areas of the same prompt."""
 
 
@@ -98,15 +105,15 @@ def _drop_undecided(table: Floats, measured: Floats) -> Floats:
 
 
 def _identity_baseline(
-    tables: Sequence[Floats], permutations: PromptPermutations, kind: Kind, differences: Kind
+    tables: Sequence[Floats], permutations: PromptPermutations, kind: StatisticKind, differences: StatisticKind
 ) -> IdentityBaseline:
     same_dataset, prompts = permutations.same_dataset, len(permutations.same_dataset)
 
     def others(weights: Floats) -> Floats:
-        return mean_of([_mean_of_others(table, same_dataset, weights) for table in tables])
+        return mean_where_known([_mean_of_others(table, same_dataset, weights) for table in tables])
 
     def beyond(weights: Floats) -> Floats:
-        return mean_of([np.diag(table) - _mean_of_others(table, same_dataset, weights) for table in tables])
+        return mean_where_known([np.diag(table) - _mean_of_others(table, same_dataset, weights) for table in tables])
 
     return IdentityBaseline(
         _estimate_mean(others, prompts, kind),
@@ -121,7 +128,7 @@ def _mean_of_others(table: Floats, same_dataset: NDArray[np.bool_], weights: Flo
     return np.asarray(ratio(weights @ np.where(counted, table, 0).T, weights @ counted.T.astype(np.float64)))
 
 
-def _estimate_mean(by_prompt: Callable[[Floats], Floats], prompts: int, kind: Kind) -> Estimate:
+def _estimate_mean(by_prompt: Callable[[Floats], Floats], prompts: int, kind: StatisticKind) -> Estimate:
     """Return the mean over prompts of a statistic that maps weights (row, prompt) to values (row, prompt).
 
     Prompts that are NaN do not decide: the interval is as wide as the deciding ones make it.
@@ -134,9 +141,9 @@ def _estimate_mean(by_prompt: Callable[[Floats], Floats], prompts: int, kind: Ki
 
     values = by_prompt(np.full((1, prompts), 1 / max(prompts, 1)))[0]
     known = values[~np.isnan(values)]
-    if len(known) < LEAST:
-        return over_prompts(known, kind)
-    return Estimate(float(known.mean()), intervals.scalar(mean, prompts, kind, len(known)), len(known))
+    if len(known) < MIN_SAMPLES:
+        return estimate_mean(known, kind)
+    return Estimate(float(known.mean()), intervals.of_statistic(mean, prompts, kind, len(known)), len(known))
 
 
 MEASURES = {
@@ -212,7 +219,9 @@ def apply_to_measured(measured: Floats, compute: Callable[[Floats, NDArray[np.bo
 
 def mean_over_settings(each: Sequence[PromptStatistics]) -> PromptStatistics:
     """Return each prompt's mean over several settings, in every one of which its configurations were compared."""
-    return PromptStatistics(*(mean_of([getattr(one, name) for one in each]) for name in ("rho", "tau", "area")))
+    return PromptStatistics(
+        *(mean_where_known([getattr(one, name) for one in each]) for name in ("rho", "tau", "area"))
+    )
 
 
 def select_prompts(each: Mapping[str, PromptStatistics], rows: NDArray[np.bool_]) -> dict[str, PromptStatistics]:
@@ -225,9 +234,9 @@ def strengths(each: Mapping[str, PromptStatistics]) -> tuple[Strength, ...]:
     return tuple(
         Strength(
             name,
-            rho=over_prompts(one.rho, CORRELATION),
-            tau=over_prompts(one.tau, CORRELATION),
-            auc=over_prompts(one.area, AREA),
+            rho=estimate_mean(one.rho, CORRELATION),
+            tau=estimate_mean(one.tau, CORRELATION),
+            auc=estimate_mean(one.area, AREA),
         )
         for name, one in each.items()
     )
@@ -239,8 +248,8 @@ def contrasts(each: Mapping[str, PromptStatistics]) -> tuple[Contrast, ...]:
         Contrast(
             first,
             second,
-            rho=over_prompts(each[first].rho - each[second].rho, DIFFERENCES),
-            auc=over_prompts(each[first].area - each[second].area, AREAS),
+            rho=estimate_mean(each[first].rho - each[second].rho, DIFFERENCES),
+            auc=estimate_mean(each[first].area - each[second].area, AREAS),
         )
         for first, second in combinations(MEASURES, 2)
     )

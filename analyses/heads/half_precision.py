@@ -12,7 +12,7 @@ from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import Pair, pairs
-from perturbkv.analyses.stats.intervals import Scalar, of_mean, share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, of_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -56,7 +56,7 @@ class Ties(Record):
     heads: int = column("heads of all compared samples")
     by_difference: Agreement = column("by METHOD's rule: a tie is a difference of at most two noise floors")
     alone: Agreement = column("by each value alone: a tie is where both lie under three noise floors")
-    share_interval: Scalar = column("of the share by METHOD's rule, over samples")
+    share_interval: OptionalInterval = column("of the share by METHOD's rule, over samples")
 
 
 def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tuple[Ties, ...]:
@@ -111,7 +111,7 @@ def _compare(
         heads=expected.size,
         by_difference=_agreement(expected, by_difference),
         alone=_agreement(expected, alone),
-        share_interval=of_mean(shares, share_of(expected[0].size)),
+        share_interval=of_mean(shares, share_kind(expected[0].size)),
     )
 
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import OfPair
+from perturbkv.analyses.pairing import PairRecord
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
-from perturbkv.analyses.stats.intervals import RATIO, Scalar, share_of
+from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
@@ -48,15 +48,15 @@ class HeadKind(Record):
     better_share: float = column(
         "mean over samples of each sample's share of better heads", unit="share", heading="#heads\nbetter"
     )
-    better_share_interval: Scalar = interval()
+    better_share_interval: OptionalInterval = interval()
     unflagged_better_share: float = column("the same of the heads with σ > 0.5; NaN where there is none", unit="share")
     sum_ratio: float = column(
         "treatment over baseline, summed over heads and samples; NaN where the baseline's sum is 0",
         heading="#sum over\nbaseline's",
     )
-    sum_ratio_interval: Scalar = interval()
+    sum_ratio_interval: OptionalInterval = interval()
     median_ratio: float = column("the median head's treatment over baseline", heading="#median\nhead's")
-    median_ratio_interval: Scalar = interval()
+    median_ratio_interval: OptionalInterval = interval()
     half_share: float = column(
         "share of the heads that carries half of the baseline's sum",
         unit="share",
@@ -155,7 +155,7 @@ def compare_kind(
         sum_ratio=total[0],
         sum_ratio_interval=total[1],
         median_ratio=median(ratio(means[1], means[0])),
-        median_ratio_interval=intervals.scalar(weighted_median, samples, RATIO),
+        median_ratio_interval=intervals.of_statistic(weighted_median, samples, RATIO),
         half_share=half_share(means[0]),
         differences=np.where(by_sample == 0, 0, baseline - treatment),
         floor_relative_median=relative[0],
@@ -163,7 +163,7 @@ def compare_kind(
     )
 
 
-def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
+def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
     """Return Σ treatment over Σ baseline of (sample, layer, head) values with its interval; NaN for a baseline of 0."""
     first, second = (part.sum(axis=(1, 2)) for part in (baseline, treatment))
 
@@ -171,13 +171,13 @@ def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
         return np.asarray(ratio(weights @ second, weights @ first))
 
     value = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
-    return value, intervals.scalar(weighted_ratio, len(baseline), RATIO)
+    return value, intervals.of_statistic(weighted_ratio, len(baseline), RATIO)
 
 
-def better_share(verdict: NDArray[np.int8]) -> tuple[float, Scalar]:
+def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:
     """Return the share of better heads, mean over samples with its interval, of (sample, layer, head) verdicts."""
     better = (verdict == 1).reshape(len(verdict), -1)
-    return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_of(better.shape[1]))
+    return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_kind(better.shape[1]))
 
 
 def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
@@ -187,7 +187,7 @@ def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
 
 
 @record
-class HeadComparison(OfPair, Record):
+class HeadComparison(PairRecord, Record):
     """A pair of configurations compared head by head.
 
     Attributes:

@@ -15,12 +15,12 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
     Pair,
     Sides,
-    checked,
-    counted,
+    check_sides,
     pair_columns,
     pair_names,
     pairs,
     pairs_title,
+    plural,
     short_names,
     side_names,
 )
@@ -98,7 +98,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         """Return the definitions of tests, ties and floors, and the seconds of configurations' own prefills."""
         tests = self.members[0].propagated.sign_flips
         heads = tests.least_tests
-        power = "no head can be decided" if not heads else f"{counted(heads, 'head')} must reach it"
+        power = "no head can be decided" if not heads else f"{plural(heads, 'head')} must reach it"
         return [
             text.TIES_NOTE,
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
@@ -197,7 +197,7 @@ def compare_heads(
     True
     """
     chosen = [
-        pair for treatment in checked(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
+        pair for treatment in check_sides(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
     ]
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import OfPair, Pair, pairs
+from perturbkv.analyses.pairing import Pair, PairRecord, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, Kind, Scalar
+from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, OptionalInterval, StatisticKind
 from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import TIE_FLOORS
@@ -95,13 +95,13 @@ class Curve(Record):
         "over the samples that have the step; null ends where these are fewer than two, null of one sample"
     )
     first: float = column(
-        "Σ L / Σ ‖o_h‖₁ over each sample's first third of its steps", heading="#first\nthird", text=text.significant
+        "Σ L / Σ ‖o_h‖₁ over each sample's first third of its steps", heading="#first\nthird", text=text.three_digits
     )
     last: float = column(
-        "Σ L / Σ ‖o_h‖₁ over each sample's last third of its steps", heading="#last\nthird", text=text.significant
+        "Σ L / Σ ‖o_h‖₁ over each sample's last third of its steps", heading="#last\nthird", text=text.three_digits
     )
     growth: float = column("last third over first; null where either is within two noise floors", heading="#growth")
-    growth_interval: Scalar = interval("over the samples of three steps or more")
+    growth_interval: OptionalInterval = interval("over the samples of three steps or more")
     head_growth: Floats = column("last third over first of each head", dims=HEADS)
     sign_flips: SignFlips = column(
         "heads that grow or shrink beyond chance, by their samples' log growth; above 0: grow"
@@ -211,7 +211,7 @@ def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: Steps) 
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
-        growth_interval=intervals.scalar(weighted_growth, len(early[0]), RATIO) if total.above else None,
+        growth_interval=intervals.of_statistic(weighted_growth, len(early[0]), RATIO) if total.above else None,
         head_growth=heads.factor,
         sign_flips=permutation.sign_flip_tests(samples.logarithm),
     )
@@ -228,7 +228,7 @@ def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
     return np.asarray(ratio(last, first))
 
 
-def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: Kind) -> Band:
+def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: StatisticKind) -> Band:
     """Return each step's interval of Σ top / Σ bottom over its samples; NaN where these are too few.
 
     `tops`, `bottoms` and `held` are (sample, step).
@@ -246,12 +246,12 @@ def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind:
     return Interval(low, high, first.kind)
 
 
-def _step_interval(top: Floats, bottom: Floats, kind: Kind) -> Scalar:
-    return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
+def _step_interval(top: Floats, bottom: Floats, kind: StatisticKind) -> OptionalInterval:
+    return intervals.of_statistic(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
 
 
 @record
-class Advantage(OfPair, Record):
+class Advantage(PairRecord, Record):
     """The ratio of propagated perturbation of two configurations that differ in selection, or policy, alone."""
 
     baseline: EvictionConfig = column("what is compared with")
@@ -262,13 +262,13 @@ class Advantage(OfPair, Record):
         key="first",
         heading="#first third\n/ baseline",
     )
-    first_ratio_interval: Scalar = column("over samples", key="first_interval")
+    first_ratio_interval: OptionalInterval = column("over samples", key="first_interval")
     last_ratio: float = column(
         "Σ L of all heads and samples over the baseline's, in each sample's last third of its steps",
         key="last",
         heading="#last third\n/ baseline",
     )
-    last_ratio_interval: Scalar = column("over samples", key="last_interval")
+    last_ratio_interval: OptionalInterval = column("over samples", key="last_interval")
 
     def cases(self, name: str = "") -> tuple[Case, Case]:
         """Return the first and the last third as cases of comparisons."""
@@ -309,11 +309,11 @@ def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Third
     return Advantage(*pair, first, first_interval, last, last_interval)
 
 
-def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, Scalar]:
+def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, OptionalInterval]:
     """Return the ratio of (sample,) sums with its interval; NaN and None within noise."""
     if min(treatment.sum(), baseline.sum()) <= TIE_FLOORS * floor.sum():
         return float("nan"), None
-    interval = intervals.scalar(
+    interval = intervals.of_statistic(
         lambda weights: np.asarray(ratio(weights @ treatment, weights @ baseline)), len(baseline), RATIO
     )
     return float(ratio(treatment.sum(), baseline.sum())), interval

@@ -30,9 +30,9 @@ from perturbkv.analyses.horizon.growth import (
     steps_of,
 )
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Pair, common, counted, of_selection, short_names, side_names
+from perturbkv.analyses.pairing import Pair, common, plural, short_names, side_indices, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
@@ -109,7 +109,7 @@ class Horizon(Result):
     def caveats(self) -> Sequence[str]:
         """Return which samples lack steps, the meaning of a dash, and whether tests have any power."""
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
-        ends = f"Texts end: step 0 is of {counted(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
+        ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
         tests = self.configs[0].curves["propagated"].sign_flips
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
@@ -138,7 +138,7 @@ class Horizon(Result):
         """Return a row per configuration and step: relative L1 of both kinds, KL in nat, the share of equal tokens."""
         return [
             {
-                **columns_of(config.config),
+                **config_columns(config.config),
                 "step": step,
                 "samples": int(count),
                 **{kind: float(curve.relative[step]) for kind, curve in config.curves.items()},
@@ -215,7 +215,7 @@ def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
     sides = [compare] if isinstance(compare, str) else list(compare)
     measured = Measurements(trace, ANALYSIS, None)
     steps = steps_of(measured.trace)
-    indices = list(dict.fromkeys(index for side in sides for index in of_selection(trace.run, side)))
+    indices = list(dict.fromkeys(index for side in sides for index in side_indices(trace.run, side)))
     norm = by_step(measured, "output_norm", steps)
     floors = {kind: by_step(measured, name, steps) for kind, name in FLOORS.items()}
     return Horizon(

@@ -13,11 +13,11 @@ from perturbkv.analyses.columns import Line, Record, column, derived, interval, 
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import distances
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, checked, common, counted, sweeps
+from perturbkv.analyses.pairing import Sides, check_sides, common, plural, sweeps
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, Scalar
+from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, OptionalInterval
 from perturbkv.analyses.text import extremes
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.entry_counts import Budget
@@ -57,13 +57,13 @@ class BudgetPoint(Record):
                          heading="#kept of\na head")  # fmt: skip
     cache_share: float = column("entries that the cache holds over those of the full cache", heading="#cache\nshare")
     drift: float = column("drift after the last layer, median over samples", heading="#drift,\nmedian",
-                          text=text.significant)  # fmt: skip
-    drift_interval: Scalar = interval()
+                          text=text.three_digits)  # fmt: skip
+    drift_interval: OptionalInterval = interval()
     kl: float = column("KL(full ‖ evicted) of the next token, median over samples", unit="nat",
-                       heading="#KL, nat,\nmedian", text=text.significant)  # fmt: skip
-    kl_interval: Scalar = interval()
+                       heading="#KL, nat,\nmedian", text=text.three_digits)  # fmt: skip
+    kl_interval: OptionalInterval = interval()
     top1: float = column("share of samples whose next token is the full run's", unit="share", heading="#same\ntoken")
-    top1_interval: Scalar = interval("exact (Clopper–Pearson)")
+    top1_interval: OptionalInterval = interval("exact (Clopper–Pearson)")
 
 
 @record
@@ -136,12 +136,12 @@ def _kept_share(measured: Measurements, index: int) -> float:
 
 
 def _mean_intervals(array: Floats) -> Band:
-    return intervals.band(lambda weights: weights @ array, len(array), POSITIVE)
+    return intervals.of_statistics(lambda weights: weights @ array, len(array), POSITIVE)
 
 
 def _share_intervals(same: NDArray[np.bool_]) -> Band:
     """Return the exact interval of each budget's share of samples with the same token."""
-    known = [interval for interval in map(intervals.of_samples, same.T) if interval]
+    known = [interval for interval in map(intervals.of_share, same.T) if interval]
     return Interval(np.array([one.low for one in known]), np.array([one.high for one in known])) if known else None
 
 
@@ -177,7 +177,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
     def conclusion(self) -> str:
         """Return how often the next token is the full run's, at the smallest budget and at the largest."""
-        counts = f"(n = {counted(self.identity.samples, 'sample')})"
+        counts = f"(n = {plural(self.identity.samples, 'sample')})"
         if len(self.members) > _MOST_CURVES:
             shares = [
                 (f"b={budget} of {curve.name}", *_agreement(curve, index))
@@ -301,4 +301,4 @@ def budget_curves(
     >>> [curve.name for curve in result], result[0].medians.kl.shape  # (budget,)
     (['attention', 'two-stage'], (1,))
     """
-    return summarise(trace, [baseline, *checked(trace, baseline, treatments)], distance, step)
+    return summarise(trace, [baseline, *check_sides(trace, baseline, treatments)], distance, step)

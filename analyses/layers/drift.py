@@ -12,10 +12,10 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import OfPair
+from perturbkv.analyses.pairing import PairRecord
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Scalar
+from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalInterval
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
@@ -29,7 +29,7 @@ SAMPLE = ("sample",)
 
 
 @record
-class DriftPair(OfPair, Record):
+class DriftPair(PairRecord, Record):
     """Drift of a pair of configurations.
 
     Attributes:
@@ -60,11 +60,11 @@ class LayerRatio(Record):
     """Drift of both sides after one layer: medians over samples, and the ratio of the means."""
 
     baseline_median: float = column(
-        "the baseline's drift, median over samples", heading="#baseline's\ndrift, median", text=text.significant
+        "the baseline's drift, median over samples", heading="#baseline's\ndrift, median", text=text.three_digits
     )
-    treatment_median: float = column("the treatment's", heading="#drift,\nmedian", text=text.significant)
+    treatment_median: float = column("the treatment's", heading="#drift,\nmedian", text=text.three_digits)
     mean_ratio: float = column("the treatment's mean drift over the baseline's", heading="#mean over\nbaseline's")
-    mean_ratio_interval: Scalar = interval()
+    mean_ratio_interval: OptionalInterval = interval()
     tied: bool = column("whether the means differ by at most two noise floors", json=False)
 
 
@@ -175,13 +175,15 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
 
 def mean_drift(drift: Floats) -> tuple[Floats, Band]:
     """Return the (layer,) mean of (sample, layer) drift, with its interval."""
-    return drift.mean(axis=0), intervals.band(lambda weights: weights @ drift, len(drift), POSITIVE)
+    return drift.mean(axis=0), intervals.of_statistics(lambda weights: weights @ drift, len(drift), POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
     """Return the (layer,) ratio of mean drifts of (sample, layer) each, with its interval; NaN for a baseline of 0."""
     means = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
-    return means, intervals.band(lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO)
+    return means, intervals.of_statistics(
+        lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO
+    )
 
 
 def distances(measured: Measurements, distance: str) -> Floats:
@@ -232,11 +234,11 @@ class LastLayer(DriftPair):
         "treatment over baseline, summed over samples; null where the baseline does not drift",
         heading="#sum over\nbaseline's",
     )
-    mean_ratio_interval: Scalar = interval()
+    mean_ratio_interval: OptionalInterval = interval()
     improved_share: float = column(
         "share of the samples that drift less", unit="share", heading="#share that\ndrifts less"
     )
-    improved_share_interval: Scalar = interval("exact (Clopper–Pearson)")
+    improved_share_interval: OptionalInterval = interval("exact (Clopper–Pearson)")
 
     @derived(heading="#samples\n+ / = / −", json=False)
     def sample_counts(self) -> str:
@@ -271,9 +273,9 @@ def compare_samples(measured: Measurements, about: RunIdentity, distance: str = 
         treatment_drift=second[order],
         verdict=verdict[order],
         mean_ratio=float(ratio(second.sum(), first.sum())),
-        mean_ratio_interval=intervals.scalar(
+        mean_ratio_interval=intervals.of_statistic(
             lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
         ),
         improved_share=float(improved.mean()),
-        improved_share_interval=intervals.of_samples(improved),
+        improved_share_interval=intervals.of_share(improved),
     )

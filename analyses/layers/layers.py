@@ -29,14 +29,14 @@ from perturbkv.analyses.pairing import (
     Sides,
     all_series,
     configs_of,
-    counted,
     pair_columns,
     pair_names,
     pairs_title,
+    plural,
     side_names,
 )
 from perturbkv.analyses.result import Result, Sequenced, Several
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.display import Part
@@ -67,7 +67,7 @@ class _LayerTable(ABC):
         drifts, first = self._drifts(), self._drifts()[0]
         pairs = _pairs(drifts)
         clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
-        layers = f"{int((first.verdict == 1).sum())} of {counted(len(first.verdict), 'layer')} drift less"
+        layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
         where = ["mean over samples", *([layers] if len(drifts) == 1 else []), *_settings(first)]
         return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
 
@@ -240,9 +240,9 @@ class _SampleTable(ABC):
             -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
             0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
         }
-        where = ["after the last layer", *_settings(first), f"n = {counted(first.identity.samples, 'sample')}"]
+        where = ["after the last layer", *_settings(first), f"n = {plural(first.identity.samples, 'sample')}"]
         clause = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
-        if first.identity.samples >= LEAST:
+        if first.identity.samples >= MIN_SAMPLES:
             clause = tally([interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts], words, "case")
         return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
 

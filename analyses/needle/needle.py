@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
@@ -27,9 +27,9 @@ from perturbkv.analyses.needle.retrieval import (
     measures,
     retrieval,
 )
-from perturbkv.analyses.pairing import LEAST_CONFIGS, common, counted, short_names
+from perturbkv.analyses.pairing import LEAST_CONFIGS, common, plural, short_names
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
 from perturbkv.display import Part
 from perturbkv.trace import Trace
@@ -88,7 +88,7 @@ class Needle(Result):
     def conclusion(self) -> str:
         """Return the shares that the best and the worst method find, and whether perturbation predicts them."""
         full = text.percent(self.full.score, self.full.score_interval)
-        prompts = f"n = {counted(self.identity.samples, 'prompt')}"
+        prompts = f"n = {plural(self.identity.samples, 'prompt')}"
         if not self.full.score:
             return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
         clauses = f"{self._retrieved()}; the full cache finds {full} ({prompts}); {self._predicted()}"
@@ -125,7 +125,7 @@ class Needle(Result):
             rows.append({**whole, **cell, **_outcomes(self.full, index)})
             for number, (config, method) in enumerate(zip(self.identity.configs, self.methods, strict=True)):
                 measured = {name: float(array[index, number]) for name, array in self.measured.items()}
-                rows.append({**columns_of(config), **cell, **_outcomes(method, index), **measured})
+                rows.append({**config_columns(config), **cell, **_outcomes(method, index), **measured})
         return rows
 
     def plot_digits(self, width_mm: float = 174) -> Figure:
@@ -159,7 +159,7 @@ class Needle(Result):
         few = [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in self.correlation.too_few]
         if not self.correlation.budgets:
             return [*few]
-        answered = f"{counted(self.correlation.samples, 'prompt')} that the full cache answers"
+        answered = f"{plural(self.correlation.samples, 'prompt')} that the full cache answers"
         title = f"Spearman's ρ between the methods of one prompt, first decode step, {answered}"
         budgets = self.correlation.budgets
         return [
@@ -194,8 +194,8 @@ class Needle(Result):
             return f"whether those that perturb more find less cannot be said: {few}"
         rho = extremes([("", each.rho, text.decimal(each.rho, each.rho_interval)) for each in known])
         prompts = min(each.deciding for each in known)
-        number = f"ρ = {rho} (n = {counted(prompts, 'deciding prompt')})"
-        if prompts < LEAST:
+        number = f"ρ = {rho} (n = {plural(prompts, 'deciding prompt')})"
+        if prompts < MIN_SAMPLES:
             return f"too few samples to decide whether those that perturb more find fewer digits: {number}"
         verdicts = [interval_verdict(each.rho_interval, 0) for each in known]
         return f"{tally(verdicts, _CLAUSES, 'budget')}: {number}"

@@ -20,7 +20,7 @@ from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measure
 from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, Scalar, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, OptionalInterval, share_kind
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -53,11 +53,11 @@ class Retrieval(Record):
     config: EvictionConfig | None = column("whose answers these are; null: the full cache's")
     answers: dict[str, Floats]
     score: float = column("share of the prompts whose number is found", unit="share", heading="#number\nfound")
-    score_interval: Scalar = column("exact, over samples")
+    score_interval: OptionalInterval = column("exact, over samples")
     digits: float = column(
         "mean share of the number's leading digits that are right", unit="share", heading="#leading\ndigits"
     )
-    digits_interval: Scalar = interval()
+    digits_interval: OptionalInterval = interval()
     by_depth: Floats = column("(depth) score over all lengths", dims=_BY_DEPTH)
     by_depth_interval: Band = column("exact, over samples")
     digits_by_depth: Floats = column("(depth) digits over all lengths", dims=_BY_DEPTH)
@@ -92,7 +92,7 @@ class RetrievalCorrelation(Record):
     )
     outcome: str = column("score or digits", heading="outcome", text=lambda name: OUTCOMES[name])
     rho: float = column("Spearman's ρ, mean over prompts; null where no prompt decides", heading="#ρ")
-    rho_interval: Scalar = column("over prompts", key="interval")
+    rho_interval: OptionalInterval = column("over prompts", key="interval")
     deciding: int = column(
         "prompts in which configurations differ in outcome and in the measure; only these have ranks", heading="#n"
     )
@@ -185,9 +185,9 @@ def _retrieval(
         config=config,
         answers=answers,
         score=float(answers["score"].mean()),
-        score_interval=intervals.of_samples(answers["score"] > 0),
+        score_interval=intervals.of_share(answers["score"] > 0),
         digits=float(answers["digits"].mean()),
-        digits_interval=intervals.of_mean(answers["digits"], share_of(0)),
+        digits_interval=intervals.of_mean(answers["digits"], share_kind(0)),
         by_depth=_cell_means(answers["score"], depth_alone, (len(depths), 1))[:, 0],
         by_depth_interval=_depth_intervals(answers["score"], cells[:, 0], len(depths)),
         digits_by_depth=_cell_means(answers["digits"], depth_alone, (len(depths), 1))[:, 0],
@@ -219,7 +219,7 @@ def cells_of(trace: Trace) -> NDArray[np.int64]:
 
 def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Band:
     """Return exact intervals of each depth's share: NaN where fewer than two prompts fell, None where all are NaN."""
-    each = [intervals.of_samples(score[depth == index] > 0) for index in range(depths)]
+    each = [intervals.of_share(score[depth == index] > 0) for index in range(depths)]
     if not any(each):
         return None
     low, high = ([np.nan if one is None else getattr(one, end) for one in each] for end in ("low", "high"))

@@ -17,9 +17,9 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import above_full
 from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, method_names
+from perturbkv.analyses.pairing import common, method_names, plural
 from perturbkv.analyses.quality.divergence_point import AT_START, MOST_SPANS, DivergencePoint, divergence_point, spans
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import extremes, sample_note, sentence
@@ -57,11 +57,11 @@ class Divergence(Result):
                 f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"
             ]
         else:
-            counts = [(name, median, counted(int(median), "token")) for name, median in medians]
+            counts = [(name, median, plural(int(median), "token")) for name, median in medians]
             clauses = [f"the median answer first differs from the full cache's after {extremes(counts, 'with')}"]
         forced = [(name, one.kl, _format_kl(one)) for name, one in named if one.kl is not None]
         if forced:
-            answers = counted(self._answer_count, "answer")
+            answers = plural(self._answer_count, "answer")
             clauses.append(
                 f"where every cache reads the full one's, the median KL of {answers} is {extremes(forced, 'with')}"
             )
@@ -71,7 +71,7 @@ class Divergence(Result):
         """Return how long answers are, how often caches were compressed, and what all configurations share."""
         every = f"compressed again above {self.compress_every:,} entries" if self.compress_every else "compressed once"
         least, most = min(self.lengths), max(self.lengths)
-        length = counted(most, "token") if least == most else f"{least:,} to {counted(most, 'token')}"
+        length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
         return " · ".join(filter(None, (f"answers of {length}", every, common(self.identity.configs))))
 
     def lines(self) -> Sequence[Line]:
@@ -101,7 +101,7 @@ class Divergence(Result):
                 0, columns.table("reading the full cache's answer", self.lines(), ("kl", "kl_last"), self.FIRST)
             )
             parts.append(
-                f"KL and same next token are of the {counted(self._answer_count, 'answer')} with any token. "
+                f"KL and same next token are of the {plural(self._answer_count, 'answer')} with any token. "
                 f"Everything kept: {np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
             )
         return [*parts, text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)]
@@ -110,7 +110,7 @@ class Divergence(Result):
         """Return a row per configuration and sample; `first_difference` is infinite where no token differs."""
         return [
             {
-                **columns_of(one.config),
+                **config_columns(one.config),
                 "sample": sample,
                 "tokens_full": self.lengths[index],
                 "first_difference": float(one.first_difference[index]),
@@ -176,5 +176,5 @@ def divergence(answers: WrittenAnswers) -> Divergence:
 
 def _format_kl(one: DivergencePoint) -> str:
     """Return '0.22 nat [0.1, 0.3]'."""
-    value, _, ends = text.significant(one.kl or 0.0, one.kl_interval).partition("\n")
+    value, _, ends = text.three_digits(one.kl or 0.0, one.kl_interval).partition("\n")
     return f"{value} nat {ends}".rstrip()

@@ -17,7 +17,7 @@ from perturbkv.analyses import text as words
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Band, Interval, Scalar
+from perturbkv.analyses.stats.intervals import Band, Interval, OptionalInterval
 from perturbkv.configs.eviction import EvictionConfig
 
 _WORDS = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
@@ -48,7 +48,7 @@ def _longest_common(first: list[str], second: list[str]) -> int:
     return len(first) - (row & whole).bit_count()
 
 
-_BETWEEN = intervals.share_of(0)
+_BETWEEN = intervals.share_kind(0)
 """A mean over samples of numbers from 0 to 1."""
 MOST_SPANS = 32
 AT_START = "Cache shares are those at the start of the answers."
@@ -56,9 +56,9 @@ AT_START = "Cache shares are those at the start of the answers."
 Row = Mapping[str, Any]
 
 
-def _format_tokens(value: float, ends: Scalar = None) -> str:
+def _format_tokens(value: float, ends: OptionalInterval = None) -> str:
     """Return a number of tokens, or never, with its interval."""
-    return _format_count(value) + words.ends(ends, _format_count, " ")
+    return _format_count(value) + words.interval_text(ends, _format_count, " ")
 
 
 def _format_count(value: float) -> str:
@@ -75,11 +75,11 @@ class ForcedReading(Record):
     SECTION = "forced reading of a configuration"
 
     kl: Floats = column("per sample: mean over the answer's steps", unit="nat", dims=("sample",))
-    kl_interval: Scalar = interval("of the median over samples")
+    kl_interval: OptionalInterval = interval("of the median over samples")
     last: Floats = column("per sample: mean over the last third of its steps", unit="nat", dims=("sample",))
-    last_interval: Scalar = interval("of the median over samples")
+    last_interval: OptionalInterval = interval("of the median over samples")
     top1: Floats = column("per sample: share of steps at which both would take the same token", dims=("sample",))
-    top1_interval: Scalar = interval("of the mean over samples")
+    top1_interval: OptionalInterval = interval("of the mean over samples")
     curve: Floats = column("median over samples of the mean KL over the steps of each span", unit="nat", dims=("span",))
     curve_interval: Band = interval("of the curve; NaN where the samples are too few for the first span's kind")
 
@@ -115,15 +115,15 @@ class DivergencePoint(Record):
         "end; null: none differs",
         dims=("sample",),
     )
-    equal_share_interval: Scalar = interval("of the share of equal answers, exact")
+    equal_share_interval: OptionalInterval = interval("of the share of equal answers, exact")
     median_first_difference: float = column(
         "median over samples of the tokens before the first that differs, the lower of two middle ones; null: none "
         "differs",
         heading="#first\ndifference", text=_format_tokens,
     )  # fmt: skip
-    median_first_difference_interval: Scalar = interval("of it; an end that is null lies beyond every answer")
+    median_first_difference_interval: OptionalInterval = interval("of it; an end that is null lies beyond every answer")
     rouge_l: Floats = column("per sample: ROUGE-L (F1 of words) against the full cache's answer", dims=("sample",))
-    mean_rouge_l_interval: Scalar = interval("of the mean ROUGE-L")
+    mean_rouge_l_interval: OptionalInterval = interval("of the mean ROUGE-L")
     forced: ForcedReading | None = column("its reading of the full cache's answer, where that was measured")
 
     @property
@@ -141,23 +141,23 @@ class DivergencePoint(Record):
         """Mean over samples of ROUGE-L (F1 of the longest common sequence of words) against the full cache's answer."""
         return float(self.rouge_l.mean())
 
-    @derived(heading="#KL,\nnat", json=False, text=words.significant)
+    @derived(heading="#KL,\nnat", json=False, text=words.three_digits)
     def kl(self) -> float | None:
         """Median over samples of KL(full ‖ evicted), mean over the steps of the full cache's answer."""
         return self.forced.median_kl if self.forced else None
 
     @property
-    def kl_interval(self) -> Scalar:
+    def kl_interval(self) -> OptionalInterval:
         """Interval of the median KL."""
         return self.forced.kl_interval if self.forced else None
 
-    @derived(heading="#KL,\nlast third", json=False, text=words.significant)
+    @derived(heading="#KL,\nlast third", json=False, text=words.three_digits)
     def kl_last(self) -> float | None:
         """Median over samples of KL(full ‖ evicted), mean over the last third of each answer's steps."""
         return self.forced.median_last if self.forced else None
 
     @property
-    def kl_last_interval(self) -> Scalar:
+    def kl_last_interval(self) -> OptionalInterval:
         """Interval of the median KL over the last third."""
         return self.forced.last_interval if self.forced else None
 
@@ -167,7 +167,7 @@ class DivergencePoint(Record):
         return self.forced.mean_top1 if self.forced else None
 
     @property
-    def same_token_interval(self) -> Scalar:
+    def same_token_interval(self) -> OptionalInterval:
         """Interval of the mean share of same tokens."""
         return self.forced.top1_interval if self.forced else None
 
@@ -175,7 +175,7 @@ class DivergencePoint(Record):
         """Return (tokens + 1,) shares of samples in whose first 0, 1, … tokens none differs, and their exact band."""
         counts = (self.first_difference >= np.arange(tokens + 1)[:, None]).sum(axis=1)
         samples = len(self.first_difference)
-        ends = [intervals.of_samples(np.arange(samples) < count) for count in range(samples + 1)]
+        ends = [intervals.of_share(np.arange(samples) < count) for count in range(samples + 1)]
         known = [end for end in ends if end is not None]
         if not known:
             return counts / samples, None
@@ -207,7 +207,7 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
         config=config,
         cache_share=mean_cache_share(rows, label),
         first_difference=first,
-        equal_share_interval=intervals.of_samples(np.isinf(first)),
+        equal_share_interval=intervals.of_share(np.isinf(first)),
         median_first_difference=float(np.quantile(first, 0.5, method="lower")),
         median_first_difference_interval=intervals.of_median(first),
         rouge_l=rouge,
@@ -233,7 +233,7 @@ def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading
     )
 
 
-def _median_interval(each: Floats) -> Scalar:
+def _median_interval(each: Floats) -> OptionalInterval:
     """Return the interval of the median over the samples (sample,) that are not NaN."""
     return intervals.of_median(each[~np.isnan(each)])
 

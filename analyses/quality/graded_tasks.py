@@ -14,7 +14,7 @@ import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, scores
 from perturbkv.analyses.multi_trace import check_no_duplicate_prompts
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.configs.task_kinds import KINDS, NEEDLE, OTHERS, kind_of
@@ -240,7 +240,7 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     each = [trace.run.configs for trace in traces]
     common = tuple(config for config in each[0] if all(config in configs for configs in each))
     if not common:
-        got = ", ".join(f"{counted(len(configs), 'configuration')} in {_trace_name(trace)}"
+        got = ", ".join(f"{plural(len(configs), 'configuration')} in {_trace_name(trace)}"
                         for configs, trace in zip(each, traces, strict=True))  # fmt: skip
         msg = f"expected traces that share a configuration, got {got}, none of them in all; measure the same ones"
         raise TraceError(msg)

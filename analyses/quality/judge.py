@@ -11,13 +11,13 @@ from perturbkv.analyses import text
 from perturbkv.analyses.budget.budget_axis import above_full
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, method_names
+from perturbkv.analyses.pairing import common, method_names, plural
 from perturbkv.analyses.quality.divergence_point import AT_START, mean_cache_share
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import LEAST, Kind, Scalar, difference_of
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, StatisticKind, difference_kind
 from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -62,9 +62,9 @@ class ScoredCache(Record):
         "entries of its cache over those of the full one, mean over samples", key="held_share", heading="#cache\nshare"
     )
     scores: Floats = column("per sample, in the judge's own unit", dims=("sample",))
-    mean_interval: Scalar = interval("of the mean; null where all scores are alike and no scale was given")
+    mean_interval: OptionalInterval = interval("of the mean; null where all scores are alike and no scale was given")
     drop: Floats
-    mean_drop_interval: Scalar = interval("of the mean drop; null likewise")
+    mean_drop_interval: OptionalInterval = interval("of the mean drop; null likewise")
 
     @derived(heading="#mean\nscore", text=text.decimal)
     def mean(self) -> float:
@@ -82,7 +82,7 @@ class ScoredCache(Record):
         return None if self.config is None else self.mean_drop
 
     @property
-    def shown_drop_interval(self) -> Scalar:
+    def shown_drop_interval(self) -> OptionalInterval:
         """Interval of the mean drop."""
         return self.mean_drop_interval
 
@@ -113,7 +113,7 @@ class JudgeScores(Result):
         """Return whether evicted caches' answers are scored lower, and by how much."""
         drops = [(name, one.mean_drop, text.decimal(one.mean_drop, one.mean_drop_interval))
                  for name, one in self._named()]  # fmt: skip
-        undecided = None if len(self.samples) < LEAST else 0
+        undecided = None if len(self.samples) < MIN_SAMPLES else 0
         verdicts = [
             undecided if one.mean_drop_interval is None else interval_verdict(one.mean_drop_interval, 0)
             for one in self.configs
@@ -153,8 +153,8 @@ class JudgeScores(Result):
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per answer: the judge's score and comment; of the full cache `config` is None."""
-        labels = {one.label(): columns_of(one) for one in self.identity.configs}
-        nobody = dict.fromkeys(columns_of(self.identity.configs[0]))
+        labels = {one.label(): config_columns(one) for one in self.identity.configs}
+        nobody = dict.fromkeys(config_columns(self.identity.configs[0]))
         return [
             {**labels.get(one.label or "", nobody), "sample": one.sample, "score": one.score, "comment": one.comment}
             for one in self.judgements
@@ -192,9 +192,9 @@ def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Jud
             config=config,
             cache_share=mean_cache_share(answers.rows, label) if label else 1.0,
             scores=own,
-            mean_interval=bounded_interval(own, Kind(_FREEDOM, limits=limits), judge),
+            mean_interval=bounded_interval(own, StatisticKind(_FREEDOM, limits=limits), judge),
             drop=drop,
-            mean_drop_interval=bounded_interval(drop, difference_of(width), judge),
+            mean_drop_interval=bounded_interval(drop, difference_kind(width), judge),
         )
 
     configs = tuple(scored(config) for config in answers.run.configs)
@@ -209,7 +209,7 @@ def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Jud
     )
 
 
-def bounded_interval(each: Floats, kind: Kind, judge: Judge) -> Scalar:
+def bounded_interval(each: Floats, kind: StatisticKind, judge: Judge) -> OptionalInterval:
     """Return the interval of a mean; None where all samples are equal and no scale bounds the scores."""
     return None if judge.scale is None and np.ptp(each) == 0 else intervals.of_mean(each, kind)
 
@@ -235,8 +235,8 @@ class PreferredCache(Record):
     )
     outcomes: tuple[str, ...] = column("per sample, of the evicted cache's answer: win, tie or loss")
     shares: dict[str, float] = column("outcome → share of samples")
-    intervals: dict[str, Scalar] = column("outcome → exact interval of its share", key="share_intervals")
-    lost_interval: Scalar = interval("of the share of losses among decided samples, exact")
+    intervals: dict[str, OptionalInterval] = column("outcome → exact interval of its share", key="share_intervals")
+    lost_interval: OptionalInterval = interval("of the share of losses among decided samples, exact")
 
     @derived()
     def lost(self) -> float:
@@ -289,7 +289,7 @@ class Preferences(Result):
 
     def conclusion(self) -> str:
         """Return whose answers are preferred, and how often the evicted caches' lose."""
-        count = f"n = {counted(len(self.samples), 'sample')}"
+        count = f"n = {plural(len(self.samples), 'sample')}"
         if self.same == len(self.judgements):
             return f"All answers from evicted caches are the full cache's: the judge was asked nothing ({count})."
         shares = [(name, one.shares["loss"], text.percent(one.shares["loss"], one.intervals["loss"]))
@@ -308,13 +308,13 @@ class Preferences(Result):
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
-        return f"n = {counted(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
+        return f"n = {plural(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
 
     def caveats(self) -> Sequence[str]:
         """Return how many pairs were equal and not judged, and how often the answer shown first won."""
         return [
-            f"{counted(self.same, 'pair')} of the same text: ties, which the judge did not get.",
-            f"The answer shown first won {text.percent(self.first)} of {counted(self.pairs, 'decided pair')}.",
+            f"{plural(self.same, 'pair')} of the same text: ties, which the judge did not get.",
+            f"The answer shown first won {text.percent(self.first)} of {plural(self.pairs, 'decided pair')}.",
             *([AT_START] if self.compress_every else []),
             *above_full(one.cache_share for one in self.configs),
         ]
@@ -326,7 +326,7 @@ class Preferences(Result):
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per pair: outcome of the evicted cache's answer, the full cache's side, the comment."""
-        labels = {one.label(): columns_of(one) for one in self.identity.configs}
+        labels = {one.label(): config_columns(one) for one in self.identity.configs}
         return [
             {**labels[one.label or ""], "sample": one.sample, "outcome": one.outcome, "full_is": one.full_is,
              "comment": one.comment}
@@ -371,6 +371,6 @@ def _preferred_cache(config: EvictionConfig, share: float, outcomes: tuple[str, 
         cache_share=share,
         outcomes=outcomes,
         shares={name: float(hit.mean()) for name, hit in hits.items()},
-        intervals={name: intervals.of_samples(hit) for name, hit in hits.items()},
-        lost_interval=intervals.of_samples(played) if len(played) else None,
+        intervals={name: intervals.of_share(hit) for name, hit in hits.items()},
+        lost_interval=intervals.of_share(played) if len(played) else None,
     )

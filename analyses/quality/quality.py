@@ -11,9 +11,9 @@ from typing import Any
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import APART, counted, method_names, pairs, comparable_groups, short_names
+from perturbkv.analyses.pairing import APART, comparable_groups, method_names, pairs, plural, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -136,7 +136,7 @@ class Quality(Result):
 
     def caveats(self) -> Sequence[str]:
         """Return the terms that are not the data sets' own, how much was left out, and answers that cannot be lost."""
-        left = f"Left out: {counted(len(self.left_out), 'configuration')} that not all data sets have."
+        left = f"Left out: {plural(len(self.left_out), 'configuration')} that not all data sets have."
         terms = score_tables.terms_notes(self.datasets)
         return [
             *([" ".join(terms)] if terms else []),
@@ -260,7 +260,7 @@ def _share_clause(share: float, config: EvictionConfig) -> str:
 
 def _describe(one: ScoreColumn) -> str:
     """Return '24 samples', or 'the average of 3 data sets, 24 samples'."""
-    samples = counted(one.samples, "sample")
+    samples = plural(one.samples, "sample")
     return samples if len(one.tasks) == 1 else f"the average of {len(one.tasks)} data sets, {samples}"
 
 
@@ -341,5 +341,5 @@ def _task_records(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[st
         for number, config in enumerate(configs):
             first_step = {name: float(getattr(task, name)[index, number]) for name in ("propagated", "kl")}
             score, share = float(task.evicted[index, number]), float(task.cache_shares[index, number])
-            records.append({**columns_of(config), **labels, "score": score, "held": share, **first_step})
+            records.append({**config_columns(config), **labels, "score": score, "held": share, **first_step})
     return records

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.pairing import method_names, comparable_groups
+from perturbkv.analyses.pairing import comparable_groups, method_names
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Floats, Scalar, share_of
+from perturbkv.analyses.stats.intervals import Floats, OptionalInterval, share_kind
 from perturbkv.configs.eviction import EvictionConfig
 
-_SCORE = share_of(0)
+_SCORE = share_kind(0)
 AVERAGE = "average"
 _EQUAL = 1e-12
 """Means of the same scores in another order differ by rounding."""
@@ -44,7 +44,7 @@ class ScoreDifference(Record):
     SECTION = "score difference"
 
     difference: float = column("mean of the first answers' scores less the second's, −1 to 1")
-    difference_interval: Scalar = interval()
+    difference_interval: OptionalInterval = interval()
     wins: int = column("samples in which the first answer is better")
     ties: int = column("as good")
     losses: int = column("worse")
@@ -77,7 +77,7 @@ class MethodScore(Record):
         key="held",
     )  # fmt: skip
     score: float = column("of its answers, 0 to 1")
-    score_interval: Scalar = interval()
+    score_interval: OptionalInterval = interval()
     best: bool = column(
         "whether none of the same budget, granularity and protection has a higher mean, and some a lower one"
     )
@@ -93,7 +93,7 @@ class ScoreColumn(Record):
     name: str = column("of the data set, the kind, or `average`")
     tasks: tuple[Task, ...]
     full: float = column("score of the full cache's answers, 0 to 1")
-    full_interval: Scalar = interval("over samples; over several data sets each one's counts by itself")
+    full_interval: OptionalInterval = interval("over samples; over several data sets each one's counts by itself")
     methods: tuple[MethodScore, ...] = column("one per configuration")
     gains: tuple[Gain, ...] = column("one per treatment and baseline that differ in selection alone")
 
@@ -121,9 +121,9 @@ class FirstStep(Record):
 
     config: EvictionConfig = column("the configuration")
     propagated: float = column("propagated L1 over the norms of the full run's heads, median over samples")
-    propagated_interval: Scalar = interval()
+    propagated_interval: OptionalInterval = interval()
     kl: float = column("KL(full ‖ evicted), median over samples", unit="nat")
-    kl_interval: Scalar = interval()
+    kl_interval: OptionalInterval = interval()
 
 
 @record
@@ -209,7 +209,7 @@ def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
     )
 
 
-def _mean(parts: Sequence[Floats]) -> tuple[float, Scalar]:
+def _mean(parts: Sequence[Floats]) -> tuple[float, OptionalInterval]:
     return intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, _SCORE)
 
 
@@ -250,7 +250,7 @@ class Cell:
     """
 
     value: float
-    interval: Scalar
+    interval: OptionalInterval
     best: bool
 
 

@@ -6,10 +6,10 @@ import io
 from collections.abc import Iterator, Sequence
 
 from perturbkv.analyses import text
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.quality.graded_tasks import metrics_text, term_notes
 from perturbkv.analyses.quality.score_columns import FULL, Cell, Layout, Row, ScoreColumn
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.escaping import line as in_a_line
 
@@ -50,7 +50,7 @@ def brackets_note(datasets: Sequence[ScoreColumn]) -> str:
     several = "; over several data sets each one's interval counts by itself" if len(datasets) > 1 else ""
     kinds = {one.full_interval.kind for one in datasets if one.full_interval is not None}
     parts = [f"In brackets: 95 % intervals over samples{several}."] if "interval" in kinds else []
-    if few := [one.name for one in datasets if one.samples < LEAST]:
+    if few := [one.name for one in datasets if one.samples < MIN_SAMPLES]:
         range_ = "; in parentheses the range of single samples" if "range" in kinds else ""
         parts.append(f"Too few samples for intervals: {', '.join(few)}{range_}.")
     return " ".join(parts)
@@ -206,7 +206,7 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
 
 def _csv_row(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], list[float | None]]:
     """Return the texts and the numbers of a row of the CSV."""
-    labels = {"config": FULL} if row.index is None else columns_of(configs[row.index])
+    labels = {"config": FULL} if row.index is None else config_columns(configs[row.index])
     texts = [labels.get(name, "") for name in CSV[:-1]]
     return texts, [row.cache_share, *(number for cell in row.cells for number in _csv_numbers(cell))]
 

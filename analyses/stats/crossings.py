@@ -15,7 +15,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Interval, Scalar
+from perturbkv.analyses.stats.intervals import Interval, OptionalInterval
 
 _SMALLEST = 1e-12
 """Least KL in nat: less is rounding."""
@@ -36,7 +36,7 @@ class Crossing(Record):
 
     threshold: float = column("KL", unit="nat", heading="#KL below,\nnat", text=lambda kl, _: f"{kl:g}")
     value: float
-    interval: Scalar = column(
+    interval: OptionalInterval = column(
         "budgets at which the median's interval holds the threshold; low 0: below those measured, high null: above"
     )
     mean: float
@@ -79,7 +79,7 @@ class Crossing(Record):
     def budget(self) -> str:
         """Budget from which on the median stays below; > and <: beyond those measured, *: it passes more than once."""
         mark = "*" if self.passes > 1 else ""
-        return mark + self._with_sign(self.value) + text.ends(
+        return mark + self._with_sign(self.value) + text.interval_text(
             self.interval, lambda end: self._with_sign(end).replace(" ", ""), " ")  # fmt: skip
 
     @derived(heading="#by the\nmean", json=False)
@@ -154,7 +154,7 @@ class CrossingRatio(Record):
     limits: tuple[float, float] = column(
         "least and largest that the median over samples can be; 0 and null where nothing is known"
     )
-    interval: Scalar = column("of the median; an end is 0 or null where the budgets do not show it")
+    interval: OptionalInterval = column("of the median; an end is 0 or null where the budgets do not show it")
     known: int = column("samples of which both budgets are known", heading="#both\nknown")
     samples: int = column("all of them", key="prompts")
 
@@ -168,7 +168,7 @@ class CrossingRatio(Record):
     def over_first(self) -> str:
         """Budget over the first method's, median over samples of each one's own ratio; … is an end not measured."""
         least, most = self.limits
-        ends = text.ends(self.interval, lambda end: f"{end:.2f}" if 0 < end < inf else "…", " ")
+        ends = text.interval_text(self.interval, lambda end: f"{end:.2f}" if 0 < end < inf else "…", " ")
         if not isnan(self.ratio):
             return f"{self.ratio:.2f}{ends}"
         known = {

@@ -4,7 +4,7 @@ A share of samples has the exact interval of Clopper and Pearson (1934). Everyth
 means over samples: leaving out one sample at a time gives its standard error (the jackknife: Efron, 1982), and
 Student's t widens it. Results of real prompts are skewed, and a few prompts weigh more than all others together; with
 n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to 90 % of draws, not in 95 %. So the degrees of
-freedom are those of `Kind`, taken from a simulation on real samples (`docs/scripts/coverage.py`) to cover at least
+freedom are those of `StatisticKind`, taken from a simulation on real samples (`docs/scripts/coverage.py`) to cover at least
 92 %. Nothing is drawn at random: the same trace always gives the same interval.
 
 A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a
@@ -40,7 +40,7 @@ MEDIAN_LEVEL = 0.92
 """Two order statistics cover a median with a few levels only: the narrowest of at least this is taken."""
 COVERED = 0.92
 """Least coverage of the intervals that promise `LEVEL`, by the simulation."""
-LEAST = 5
+MIN_SAMPLES = 5
 """Fewer samples give a range, from the least to the largest single sample, and no interval."""
 _RARE_TIES = 0.5
 """Share of differences of 0 from which on the others are rare."""
@@ -70,12 +70,12 @@ class Interval(Generic[End]):
         return Interval(float(np.asarray(self.low)[index]), float(np.asarray(self.high)[index]), self.kind)
 
 
-Scalar = Interval[float] | None
+OptionalInterval = Interval[float] | None
 Band = Interval[Floats] | None
 
 
 @dataclass(frozen=True)
-class Kind:
+class StatisticKind:
     """The kind of statistic that an interval is of: how unsure it is, on which scale and between which limits.
 
     Attributes:
@@ -98,34 +98,34 @@ class Kind:
         return max(1.0, min(self.freedom * samples, samples - 1.0))
 
 
-RATIO = Kind(7 / 32, log=True, limits=(0, np.inf))
+RATIO = StatisticKind(7 / 32, log=True, limits=(0, np.inf))
 """A ratio of sums over samples, or a median of such ratios."""
-POSITIVE = Kind(3 / 16, log=True, limits=(0, np.inf))
+POSITIVE = StatisticKind(3 / 16, log=True, limits=(0, np.inf))
 """A mean of something positive that a single sample can dominate: drift, KL."""
-CORRELATION = Kind(3 / 8, limits=(-1, 1))
+CORRELATION = StatisticKind(3 / 8, limits=(-1, 1))
 """A mean of rank correlations, one of each sample."""
 
 
-def difference_of(width: float) -> Kind:
+def difference_kind(width: float) -> StatisticKind:
     """Return the kind of a mean of differences between two scores that lie at most `width` apart."""
-    return Kind(3 / 8, limits=(-width, width), rare=True)
+    return StatisticKind(3 / 8, limits=(-width, width), rare=True)
 
 
-DIFFERENCE = difference_of(1)
+DIFFERENCE = difference_kind(1)
 """A mean of differences between two scores in [0, 1]."""
 
 
-def share_of(heads: int) -> Kind:
+def share_kind(heads: int) -> StatisticKind:
     """Return the kind of a mean over samples of each sample's share of `heads` heads; 0: of any share."""
-    return Kind(3 / 8, limits=(0, 1), heads=heads)
+    return StatisticKind(3 / 8, limits=(0, 1), heads=heads)
 
 
-def rare_share_of(heads: int) -> Kind:
+def rare_share_kind(heads: int) -> StatisticKind:
     """Return the kind of a share of heads that is near 0 or 1 in most samples, such as of those with σ > 0.5."""
-    return Kind(3 / 16, limits=(0, 1), heads=heads)
+    return StatisticKind(3 / 16, limits=(0, 1), heads=heads)
 
 
-def of_samples(hits: NDArray[np.bool_]) -> Scalar:
+def of_share(hits: NDArray[np.bool_]) -> OptionalInterval:
     """Return the exact interval of the share of samples that hit (Clopper–Pearson); None for fewer than two samples."""
     count, successes = len(hits), int(np.sum(hits))
     if count < 2:
@@ -136,13 +136,13 @@ def of_samples(hits: NDArray[np.bool_]) -> Scalar:
     return Interval(low, high)
 
 
-def of_mean(per_sample: Floats, kind: Kind) -> Scalar:
+def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
     """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out."""
     known = per_sample[~np.isnan(per_sample)]
-    return scalar(lambda weights: weights @ known, len(known), kind)
+    return of_statistic(lambda weights: weights @ known, len(known), kind)
 
 
-def of_median(per_sample: Floats) -> Scalar:
+def of_median(per_sample: Floats) -> OptionalInterval:
     """Return the interval of the median over samples of (sample,) values, as `of_medians` has it."""
     medians = of_medians(per_sample)
     return None if medians is None else Interval(float(medians.low), float(medians.high), medians.kind)
@@ -158,7 +158,7 @@ def of_medians(per_sample: Floats) -> Band:
     if count < 2:
         return None
     ordered = np.sort(per_sample, axis=0)
-    if count < LEAST:
+    if count < MIN_SAMPLES:
         return Interval(ordered[0], ordered[-1], "range")
     rank = len(_median_levels(count)) - 1
     return Interval(ordered[rank], ordered[-1 - rank])
@@ -176,15 +176,19 @@ def _median_levels(samples: int) -> Floats:
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
 
 
-def scalar(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Scalar:
+def of_statistic(
+    statistic: Callable[[Floats], Floats], samples: int, kind: StatisticKind, deciding: float | None = None
+) -> OptionalInterval:
     """Return the interval of one number: `statistic` gives one value per row of weights. None where there is none."""
-    ends = band(statistic, samples, kind, deciding)
+    ends = of_statistics(statistic, samples, kind, deciding)
     if ends is None or np.isnan([ends.low, ends.high]).any():
         return None
     return Interval(float(ends.low), float(ends.high), ends.kind)
 
 
-def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, deciding: float | None = None) -> Band:
+def of_statistics(
+    statistic: Callable[[Floats], Floats], samples: int, kind: StatisticKind, deciding: float | None = None
+) -> Band:
     """Return the interval of each number of an array, over samples; None for a single sample.
 
     NaN where a number has none.
@@ -195,7 +199,7 @@ def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, decidi
     if samples < 2:
         return None
     single = np.eye(samples)
-    if samples < LEAST:
+    if samples < MIN_SAMPLES:
         each = statistic(single)
         return Interval(each.min(axis=0), each.max(axis=0), "range")
     value = statistic(np.full((1, samples), 1 / samples))[0]
@@ -203,7 +207,9 @@ def band(statistic: Callable[[Floats], Floats], samples: int, kind: Kind, decidi
     return Interval(low, high)
 
 
-def jackknife(value: Floats, left_out: Floats, kind: Kind, deciding: float | None = None) -> tuple[Floats, Floats]:
+def jackknife(
+    value: Floats, left_out: Floats, kind: StatisticKind, deciding: float | None = None
+) -> tuple[Floats, Floats]:
     """Return the ends of the interval of `value` (…) from its values without each sample, (sample, …).
 
     They are made on the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
@@ -228,14 +234,14 @@ def _variance(left_out: Floats) -> Floats:
     return np.asarray((count - 1) / count * ((left_out - left_out.mean(axis=0)) ** 2).sum(axis=0))
 
 
-def _heads_variance(value: Floats, samples: int, kind: Kind) -> Floats:
+def _heads_variance(value: Floats, samples: int, kind: StatisticKind) -> Floats:
     """Return the variance (…) of the share, were all heads of all samples independent."""
     share = np.clip(value, 0, 1)
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
 
 def _widen_for_unseen(
-    value: Floats, low: Floats, high: Floats, left_out: Floats, kind: Kind, deciding: float
+    value: Floats, low: Floats, high: Floats, left_out: Floats, kind: StatisticKind, deciding: float
 ) -> tuple[Floats, Floats]:
     """Return the ends, moved out to where samples that were not seen, as they are rare, could bring the mean."""
     count, (least, most) = len(left_out), kind.limits
@@ -275,7 +281,7 @@ def stratified_mean(strata: Sequence[Floats]) -> float:
     return float(np.mean([values.mean() for values in strata]))
 
 
-def of_stratified_mean(strata: Sequence[Floats], kind: Kind) -> Scalar:
+def of_stratified_mean(strata: Sequence[Floats], kind: StatisticKind) -> OptionalInterval:
     """Return the interval of `stratified_mean`; each stratum holds the (sample,) values of one data set.
 
     A range where one of them has fewer than five samples: from the mean of their lower ends to that of their upper
@@ -304,17 +310,17 @@ class Estimate:
     """
 
     value: float
-    interval: Scalar
+    interval: OptionalInterval
     prompts: int
 
 
-def over_prompts(each: Floats, kind: Kind) -> Estimate:
+def estimate_mean(each: Floats, kind: StatisticKind) -> Estimate:
     """Return the mean of (prompt,) values; prompts that are NaN are left out."""
     known = each[~np.isnan(each)]
     return Estimate(float(ratio(known.sum(), len(known))), of_mean(known, kind), len(known))
 
 
-def mean_of(each: Sequence[Floats]) -> Floats:
+def mean_where_known(each: Sequence[Floats]) -> Floats:
     """Return (prompt,) mean of several (prompt,) values over those that are not NaN; NaN where all are."""
     stacked = np.stack(each)
     known = ~np.isnan(stacked)

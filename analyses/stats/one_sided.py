@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 
 RISK = 0.05
 """How often a bound may fail."""
@@ -69,7 +69,7 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
     Infinite for fewer than five samples.
     """
     count = samples or len(each)
-    if min(count, len(each)) < LEAST:
+    if min(count, len(each)) < MIN_SAMPLES:
         return float("inf")
     student = each.mean() + special.stdtrit(count - 1, 1 - RISK) * each.std(ddof=1) / np.sqrt(count)
     return max(float(student), _lognormal(np.log(each), count))

@@ -114,7 +114,7 @@ class Loss(Record):
         "far the output moves without it, as what stays is weighted anew",
         unit="L1",
         heading="#A ν",
-        text=text.significant,
+        text=text.three_digits,
     )
     share: float = column("of C = Σ A ν over all entries", unit="share", heading="#of C")
     kept_by_other: bool = column(

@@ -11,7 +11,7 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.pairing import Pair, checked, counted, pair_columns, pairs, side_names
+from perturbkv.analyses.pairing import Pair, check_sides, pair_columns, pairs, plural, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.tokens.fates import (
     BASELINE,
@@ -202,11 +202,11 @@ class Tokens(Result):
         why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[self.chosen]
         opening = f"Of '{line(self.sample)}', head {head.name}{why}:"
         if not head.baseline_only and not head.treatment_only:
-            same = f"{second} keeps the same {counted(head.both, 'token')} as {first}"
+            same = f"{second} keeps the same {plural(head.both, 'token')} as {first}"
             return f"{opening} {same} (b = {self.baseline.budget})."
-        kept = f"{head.both:,} of the {counted(head.both + head.baseline_only, 'token')} that {first} keeps"
+        kept = f"{head.both:,} of the {plural(head.both + head.baseline_only, 'token')} that {first} keeps"
         moved = f"{text.percent(head.treatment)} of its norm instead of {text.percent(head.baseline)}"
-        others = counted(head.treatment_only, "other")
+        others = plural(head.treatment_only, "other")
         where = f"(isolated, b = {self.baseline.budget})"
         return f"{opening} {second} keeps {kept}, and {others}; its output moves by {moved} {where}."
 
@@ -231,7 +231,7 @@ class Tokens(Result):
 
     def caveats(self) -> Sequence[str]:
         """Return that the window stays, and the number of further pairs."""
-        others = f"{counted(self.other_pairs, 'more pair')} of these sides in the trace: --budget chooses one."
+        others = f"{plural(self.other_pairs, 'more pair')} of these sides in the trace: --budget chooses one."
         return ["Both sides keep the window, the prompt's last tokens.", *([others] if self.other_pairs else [])]
 
     def details(self) -> Sequence[Part]:
@@ -275,7 +275,7 @@ class Tokens(Result):
         counts, words = Counter(self.fates[first:end]), self._fate_words()
         present = [fate for fate in words if counts[fate]]
         listed = ", ".join(f"{counts[fate]:,} {words[fate]}" for fate in present)
-        return f"{counted(end - first, 'token')}: {listed if len(present) > 1 else words[present[0]]}"
+        return f"{plural(end - first, 'token')}: {listed if len(present) > 1 else words[present[0]]}"
 
     def _spans(self, first: int, end: int) -> Iterator[Span]:
         """Yield neighbouring tokens of one fate as a span, notes where the prompt was cut or its question begins."""
@@ -283,7 +283,7 @@ class Tokens(Result):
         borders = {index for index in (cut, question) if index is not None and first <= index < end}
         for start, stop in pairwise([first, *sorted(borders - {first}), end]):
             if start == cut:
-                yield Span(f"── {counted(self.cut_tokens, 'token')} cut out here ──", "aside")
+                yield Span(f"── {plural(self.cut_tokens, 'token')} cut out here ──", "aside")
             if start == question:
                 yield Span("── the question, which is not compressed ──", "aside")
             for fate, group in groupby(range(start, stop), key=self.fates.__getitem__):
@@ -362,7 +362,7 @@ def tokens(
     >>> [(token.text, token.fate) for token in result.tokens][:2]
     [('The', 'baseline'), (' cat', 'both')]
     """
-    checked(trace, baseline, treatment)
+    check_sides(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
     layers = _layers(trace, layer, head)
     index = None if layer is None else layers.index(layer)

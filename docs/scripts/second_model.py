@@ -21,10 +21,10 @@ from tables import TABLES, Ends, Made, analyses, number, percent, table
 from perturbkv.analyses import pairing
 from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.heads.heads import compare_heads
-from perturbkv.analyses.json_values import config_of
+from perturbkv.analyses.json_values import parse_config_object
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar, share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
 from perturbkv.figures import style
 from perturbkv.schema import MEASURED
 from perturbkv.storage.trace.trace_file import read_trace
@@ -169,7 +169,7 @@ def over(baseline: Floats, treatment: Floats) -> str:
     def ratio(weights: Floats) -> Floats:
         return np.asarray((weights @ treatment) / (weights @ baseline))
 
-    interval = intervals.scalar(ratio, len(baseline), intervals.RATIO)
+    interval = intervals.of_statistic(ratio, len(baseline), intervals.RATIO)
     return number(float(treatment.sum() / baseline.sum()), ends(interval))
 
 
@@ -209,8 +209,8 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
                      for name in ("score", "digits"))  # fmt: skip
     cells = ["1.00" if full else number(float(Measurements(trace, "needle").cache_shares[config]))]
-    cells += [shown(score, intervals.of_samples(score > 0))]
-    cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_of(0))) for chosen in zones.values()]
+    cells += [shown(score, intervals.of_share(score > 0))]
+    cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_kind(0))) for chosen in zones.values()]
     if full:
         return [*cells, f"{len(places[0])} of {len(places[0])}"]
     chosen = {sample: places[sample] for sample in np.flatnonzero(np.any(list(zones.values()), axis=0))}
@@ -218,12 +218,12 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     return [*cells, number(kept)]
 
 
-def shown(values: NDArray[np.float64], interval: Scalar) -> str:
+def shown(values: NDArray[np.float64], interval: OptionalInterval) -> str:
     """A mean share with its interval."""
     return percent(float(values.mean()) if len(values) else None, ends(interval))
 
 
-def ends(interval: Scalar) -> Ends:
+def ends(interval: OptionalInterval) -> Ends:
     """An interval as summary.json has it."""
     return interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
 
@@ -238,7 +238,7 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     """What the figure is of: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
-    said = pairing.setting_name(config_of(setting["baseline"]), "alpha")
+    said = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha")
     return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 

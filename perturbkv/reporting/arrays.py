@@ -13,7 +13,7 @@ from perturbkv.analyses.heads.head_comparison import sum_ratio
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import POSITIVE, over_prompts, share_of
+from perturbkv.analyses.stats.intervals import POSITIVE, estimate_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import line
@@ -50,8 +50,8 @@ def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats
     Where the measure has no norm it is the mean over heads.
     """
     if measure.norm is None:
-        kind = share_of(0) if measure.kind == SHARE else POSITIVE
-        found = [over_prompts(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
+        kind = share_kind(0) if measure.kind == SHARE else POSITIVE
+        found = [estimate_mean(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
         return np.array([with_ends(one.value, one.interval) for one in found])
     if measure.norm not in trace.arrays:
         return np.full((each.shape[1], 3), np.nan)
@@ -74,7 +74,7 @@ def kl_floor(trace: Trace) -> float:
 def top1(trace: Trace) -> Floats:
     """Return (config, 3): the share of samples with the same next token, with its exact interval."""
     found = Measurements(trace, ANALYSIS)["top1_agreement"] > 0
-    return np.array([with_ends(float(one.mean()), intervals.of_samples(one)) for one in found.T])
+    return np.array([with_ends(float(one.mean()), intervals.of_share(one)) for one in found.T])
 
 
 def drifts(trace: Trace) -> Floats:

@@ -12,10 +12,10 @@ from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import LEAST, over_prompts, share_of
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
 from perturbkv.errors import TraceError
 from perturbkv.escaping import line, plain
 from perturbkv.reporting.arrays import evicted_nothing, kl_floor
@@ -46,7 +46,7 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Layers": f"{run.measured_layers} measured" if run.measured_layers else "",
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
-        "Samples": counted(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
+        "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
         "Configurations": _configurations(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
         "Held / full": _cache_shares(trace),
@@ -103,16 +103,14 @@ def _failed(trace: Trace) -> str:
         return ""
     first, reason = next(iter(trace.failures.items()))
     failed = len(trace.failures)
-    told = (
-        f"{failed} of {counted(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
-    )
+    told = f"{failed} of {plural(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
     return f"{told}: {reason}" if failed == 1 else f"{told}; the first, {first}: {reason}"
 
 
 def _few(samples: int) -> str:
     if samples == 1:
         return "One sample: no number here has an interval."
-    if samples >= LEAST:
+    if samples >= MIN_SAMPLES:
         return ""
     return f"{samples} samples, too few for 95 % intervals; instead: {text.RANGES_NOTE}."
 
@@ -211,9 +209,9 @@ def _mean(scores: Floats | None) -> list[Any] | None:
     if scores is None:
         return None
     graded = scores[~np.isnan(scores)]
-    found = over_prompts(scores, share_of(0))
+    found = estimate_mean(scores, share_kind(0))
     exact = graded.size and np.isin(graded, (0.0, 1.0)).all()
-    ends = intervals.of_samples(graded > 0) if exact else found.interval
+    ends = intervals.of_share(graded > 0) if exact else found.interval
     return [*with_ends(found.value, ends), ends.kind if ends else "none"]
 
 

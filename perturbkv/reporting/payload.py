@@ -17,7 +17,7 @@ import numpy as np
 
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.stats.intervals import LEAST, median_level
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, median_level
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import line
@@ -110,8 +110,8 @@ def _about(trace: Trace) -> dict[str, Any]:
             for name, count, most in zip(names, tokens, steps, strict=True)
         ],
         "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
-        "interval": "none" if len(names) < 2 else "range" if len(names) < LEAST else "interval",
-        "median_level": median_level(len(names)) if len(names) >= LEAST else None,
+        "interval": "none" if len(names) < 2 else "range" if len(names) < MIN_SAMPLES else "interval",
+        "median_level": median_level(len(names)) if len(names) >= MIN_SAMPLES else None,
         "steps": int(steps.max()),
         "layers": [trace.layer_name(place) for place in range(layers)],
         "heads": heads,

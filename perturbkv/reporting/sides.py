@@ -18,8 +18,8 @@ from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import order, pairs, sweeps
-from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, Scalar, over_prompts
+from perturbkv.analyses.pairing import budget_order, pairs, sweeps
+from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, OptionalInterval, estimate_mean
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
@@ -74,7 +74,7 @@ def sides_of(run: RunConfig) -> Sides:
     groups = sweeps(run, None)
     of_config = {place: side for side, group in enumerate(groups) for place in group}
     side = tuple(of_config[place] for place in range(len(run.configs)))
-    budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: order(one)[1:])))
+    budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: budget_order(one)[1:])))
     budget = tuple(budgets.index(config.budget) for config in run.configs)
     names = numbered([line(name) for name in pairing.curve_names([run.configs[group[0]] for group in groups])])
     found, left_out = _pairs(side, budget)
@@ -195,7 +195,7 @@ def both(pair: Places) -> tuple[Places, Places]:
     return pair, pair[::-1]
 
 
-def with_ends(value: float, interval: Scalar) -> list[float]:
+def with_ends(value: float, interval: OptionalInterval) -> list[float]:
     """Return the number, then its interval's ends; NaN where there is none."""
     return [value, *((np.nan, np.nan) if interval is None else (interval.low, interval.high))]
 
@@ -224,7 +224,7 @@ def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
     For shares it is the difference of the means.
     """
     if measure.kind == SHARE:
-        found = over_prompts((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
+        found = estimate_mean((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
         return with_ends(found.value, found.interval)
     if np.isinf(baseline).any() or np.isinf(treatment).any():
         return with_ends(np.nan, None)

@@ -225,7 +225,7 @@ def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
     def statistic(weights: np.ndarray) -> np.ndarray:
         return np.asarray((weights @ (baseline + moved)) / (weights @ baseline))
 
-    wanted = intervals.scalar(statistic, 8, intervals.RATIO)
+    wanted = intervals.of_statistic(statistic, 8, intervals.RATIO)
     assert found is not None and wanted is not None
     assert (found.low[0], found.high[0]) == pytest.approx((wanted.low - 1, wanted.high - 1))
     value, found = patching_values.change(np.full((1, 8), 0.25), rng.uniform(0, 1, 8), "score")

@@ -10,7 +10,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.pairing import common
 from perturbkv.analyses.questions.alpha.alpha_choice import (
     PAPER,
@@ -157,7 +157,7 @@ class Alpha(Result):
         mean, finest = self.sweep.loss.mean(axis=0), self.chosen[self.finest]
         return [
             {
-                **columns_of(config), "alpha": float(self.sweep.alphas[index]), "layer": layer, "head": head,
+                **config_columns(config), "alpha": float(self.sweep.alphas[index]), "layer": layer, "head": head,
                 "perturbation": float(mean[index, row, head]), "chosen": int(finest[row, head] == index),
             }
             for index, config in enumerate(self.sweep.configs)

@@ -16,7 +16,7 @@ from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements, sets_per_layer
-from perturbkv.analyses.pairing import order, pairs
+from perturbkv.analyses.pairing import budget_order, pairs
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
@@ -108,7 +108,7 @@ def _configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
         )
         raise TraceError(msg)
     ((baseline, paper),) = chosen
-    same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=order)
+    same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=budget_order)
     if len(same) < 2:
         msg = f"{ANALYSIS} needs {SELECTION} at several alpha, got {same[0].label()} alone"
         raise TraceError(msg)

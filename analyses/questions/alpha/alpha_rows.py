@@ -23,8 +23,8 @@ from perturbkv.analyses.questions.alpha.alpha_choice import (
     judged_loss,
 )
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar
-from perturbkv.analyses.text import same
+from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.analyses.text import equal_in_every_sample
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -38,14 +38,14 @@ _SHOWN = ("sum_ratio", "median_ratio", "better_share")
 """Numbers of a `HeadKind` that a row shows."""
 
 
-def _format_ratio(value: float, interval: Scalar = None) -> str:
+def _format_ratio(value: float, interval: OptionalInterval = None) -> str:
     """Return a ratio with its interval; '1' where something is compared with itself."""
-    return "1" if same(value, interval) else text.decimal(value, interval)
+    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval)
 
 
-def _format_fine_ratio(value: float, interval: Scalar = None) -> str:
+def _format_fine_ratio(value: float, interval: OptionalInterval = None) -> str:
     """Return a ratio with three decimals and its interval; '1' where something is compared with itself."""
-    return "1" if same(value, interval) else text.decimal(value, interval, digits=3)
+    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval, digits=3)
 
 
 @record
@@ -67,27 +67,27 @@ class Row(Record):
         f"isolated L1 over that of α = {PAPER}, summed over heads and samples", heading=f"#sum over\nα = {PAPER}",
         text=_format_ratio,
     )  # fmt: skip
-    over_paper_sum_ratio_interval: Scalar = interval("over samples, choices fixed")
+    over_paper_sum_ratio_interval: OptionalInterval = interval("over samples, choices fixed")
     over_paper_median_ratio: float = column(
         f"the median head's isolated L1 over that of α = {PAPER}", heading="#median head\nover it", text=_format_ratio
     )
-    over_paper_median_ratio_interval: Scalar = interval()
+    over_paper_median_ratio_interval: OptionalInterval = interval()
     over_paper_better_share: float = column(
         f"share of heads that perturb less than at α = {PAPER}, mean over samples", unit="share",
         heading="#heads\nbetter",
     )  # fmt: skip
-    over_paper_better_share_interval: Scalar = interval()
+    over_paper_better_share_interval: OptionalInterval = interval()
     over_fixed_sum_ratio: float = column(
         "isolated L1 over that of one α for all heads, chosen on other samples, summed over heads and samples",
         heading="#sum over\none for all", text=_format_fine_ratio,
     )  # fmt: skip
-    over_fixed_sum_ratio_interval: Scalar = interval()
+    over_fixed_sum_ratio_interval: OptionalInterval = interval()
     over_fixed_median_ratio: float = column("the median head's isolated L1 over that of one α for all heads")
-    over_fixed_median_ratio_interval: Scalar = interval()
+    over_fixed_median_ratio_interval: OptionalInterval = interval()
     over_fixed_better_share: float = column(
         "share of heads that perturb less than with one α for all heads, mean over samples", unit="share"
     )
-    over_fixed_better_share_interval: Scalar = interval()
+    over_fixed_better_share_interval: OptionalInterval = interval()
 
 
 def _row(name: str, chosen_on: str, over_paper: HeadKind, over_fixed: HeadKind) -> Row:
@@ -112,7 +112,7 @@ class Point(Record):
         f"isolated L1 over that of α = {PAPER}, summed over heads and samples", heading=f"#sum over\nα = {PAPER}",
         text=_format_fine_ratio,
     )  # fmt: skip
-    interval: Scalar = column("over samples")
+    interval: OptionalInterval = column("over samples")
     layers: float = column(
         "share of layers that choose it, on all samples", unit="share", heading="#layers\nthat choose it"
     )
@@ -122,7 +122,7 @@ class Point(Record):
     )  # fmt: skip
 
     @property
-    def ratio_interval(self) -> Scalar:
+    def ratio_interval(self) -> OptionalInterval:
         """The interval of the column `ratio`."""
         return self.interval
 
@@ -169,28 +169,28 @@ class Outcome(Record):
     name: str = column("as of an alpha row")
     kl_median: float = column(
         "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL,\nmedian, nat",
-        text=text.significant,
+        text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
     kl: float = column(f"mean KL over that at α = {PAPER}", heading=f"#mean KL over\nα = {PAPER}", text=_format_ratio)
-    kl_interval: Scalar = interval()
+    kl_interval: OptionalInterval = interval()
     kl_lower: float = column(
         f"share of samples whose KL is lower than at α = {PAPER}", unit="share", heading="#samples\nlower"
     )
-    kl_lower_interval: Scalar = column("exact")
+    kl_lower_interval: OptionalInterval = column("exact")
     kl_over_fixed: float = column(
         "mean KL over that of one α for all heads", heading="#mean KL over\none for all", text=_format_ratio
     )
-    kl_over_fixed_interval: Scalar = interval()
+    kl_over_fixed_interval: OptionalInterval = interval()
     drift: float = column(
         f"mean drift after the last layer over that at α = {PAPER}", heading="#last layer's\ndrift", text=_format_ratio
     )
-    drift_interval: Scalar = interval()
+    drift_interval: OptionalInterval = interval()
     propagated: float = column(
         f"propagated L1 over that at α = {PAPER}, summed over heads and samples", heading="#sum,\nprop.",
         text=_format_ratio,
     )  # fmt: skip
-    propagated_interval: Scalar = interval()
+    propagated_interval: OptionalInterval = interval()
 
 
 @record
@@ -268,7 +268,7 @@ def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed
         kl=over_paper[0],
         kl_interval=over_paper[1],
         kl_lower=float(lower.mean()),
-        kl_lower_interval=intervals.of_samples(lower),
+        kl_lower_interval=intervals.of_share(lower),
         kl_over_fixed=over_fixed[0],
         kl_over_fixed_interval=over_fixed[1],
         drift=drifted[0],
@@ -278,6 +278,6 @@ def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed
     )
 
 
-def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
+def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
     """Return mean treatment over mean baseline of (sample,) values, with its interval."""
     return sum_ratio(baseline[:, None, None], treatment[:, None, None])

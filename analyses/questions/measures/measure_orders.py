@@ -19,9 +19,16 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, perturbation_and_floor, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements, scores
-from perturbkv.analyses.pairing import OfPair, Pair
+from perturbkv.analyses.pairing import Pair, PairRecord
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, Scalar, mean_of, over_prompts, rare_share_of
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    Estimate,
+    OptionalInterval,
+    estimate_mean,
+    mean_where_known,
+    rare_share_kind,
+)
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 from perturbkv.analyses.text import interval_verdict
 from perturbkv.analyses.verdicts import DISTANCES
@@ -51,13 +58,13 @@ class VerdictChange(Record):
         unit="share",
         heading="#opposite\nto L1",
     )
-    opposite_interval: Scalar = interval()
+    opposite_interval: OptionalInterval = interval()
     alone: float = column(
         "share of heads decided in one of both distances and tied in the other; mean over samples",
         unit="share",
         heading="#decided in\none alone",
     )
-    alone_interval: Scalar = interval()
+    alone_interval: OptionalInterval = interval()
 
 
 @record
@@ -68,10 +75,10 @@ class DriftRatio(Record):
 
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
     ratio: float = column("mean drift after the last layer over the baseline's", heading="#last layer's\ndrift")
-    interval: Scalar = column("over samples")
+    interval: OptionalInterval = column("over samples")
 
     @property
-    def ratio_interval(self) -> Scalar:
+    def ratio_interval(self) -> OptionalInterval:
         """The interval of the column `ratio`."""
         return self.interval
 
@@ -85,13 +92,13 @@ class KindInDistance(Record):
     kind: str = column("isolated or propagated", heading="perturbation")
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
     sum_ratio: float = column("treatment over baseline, summed over heads and samples", heading="#sum over\nbaseline's")
-    sum_ratio_interval: Scalar = interval()
+    sum_ratio_interval: OptionalInterval = interval()
     median_ratio: float = column("the median head's treatment over baseline", heading="#median\nhead's")
-    median_ratio_interval: Scalar = interval()
+    median_ratio_interval: OptionalInterval = interval()
     better_share: float = column(
         "mean over samples of each sample's share of better heads", unit="share", heading="#heads\nbetter"
     )
-    better_share_interval: Scalar = interval()
+    better_share_interval: OptionalInterval = interval()
     improved: int = column("heads whose mean over samples is lower, beyond two noise floors")
     tied: int = column("heads whose means differ by less")
     worsened: int = column("heads whose mean is higher")
@@ -103,24 +110,24 @@ class KindRatios(Record):
     """One kind of perturbation of a pair in all distances beside each other: a line of the table."""
 
     l1: float = column("L1 over the baseline's, summed over heads and samples", heading="#L1")
-    l1_interval: Scalar = interval()
+    l1_interval: OptionalInterval = interval()
     l2: float = column("L2 over the baseline's, summed over heads and samples", heading="#L2")
-    l2_interval: Scalar = interval()
+    l2_interval: OptionalInterval = interval()
     cosine: float = column("1 − cos over the baseline's, summed over heads and samples", heading="#cosine")
-    cosine_interval: Scalar = interval()
+    cosine_interval: OptionalInterval = interval()
     l2_opposite: float = column(
         "share of heads whose verdict in L2 is the opposite of that in L1", unit="share", heading="#L2:\nopposite",
     )  # fmt: skip
-    l2_opposite_interval: Scalar = interval()
+    l2_opposite_interval: OptionalInterval = interval()
     cosine_opposite: float = column(
         "share of heads whose verdict in cosine is the opposite of that in L1", unit="share",
         heading="#cosine:\nopposite",
     )  # fmt: skip
-    cosine_opposite_interval: Scalar = interval()
+    cosine_opposite_interval: OptionalInterval = interval()
 
 
 @record
-class Row(OfPair, Record):
+class Row(PairRecord, Record):
     """A treatment against its baseline in every distance.
 
     Attributes:
@@ -157,7 +164,7 @@ class Row(OfPair, Record):
 
     def ratios(self, kind: str) -> KindRatios:
         """Return one kind of perturbation in all distances, with the heads whose verdict is the opposite of L1's."""
-        numbers: dict[str, float | Scalar] = {}
+        numbers: dict[str, float | OptionalInterval] = {}
         for distance in DISTANCES:
             heads = self.kind(kind, distance)
             numbers |= {distance: heads.sum_ratio, f"{distance}_interval": heads.sum_ratio_interval}
@@ -196,7 +203,7 @@ def verdict_change(kind: str, distance: str, first: HeadKind, second: HeadKind) 
     sides = [np.sign(heads.differences).reshape(len(heads.differences), -1) for heads in (first, second)]
     opposite = (sides[0] * sides[1] < 0).mean(axis=1)
     alone = ((sides[0] == 0) != (sides[1] == 0)).mean(axis=1)
-    share = rare_share_of(sides[0].shape[1])
+    share = rare_share_kind(sides[0].shape[1])
     return VerdictChange(
         kind=kind,
         distance=distance,
@@ -298,7 +305,9 @@ def head_sums(measured: Measurements) -> dict[Measure, Floats]:
 
     Raises as `head_comparison.perturbation_and_floor`.
     """
-    sums = {f"{kind} {name}": perturbation_and_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
+    sums = {
+        f"{kind} {name}": perturbation_and_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES
+    }
     equal = measurements.equalise_identical_runs(measured.trace, sums)
     return {(kind, name): equal[f"{kind} {name}"] for kind, name in MEASURES}
 
@@ -322,7 +331,7 @@ def orders(
             kind=kind,
             configs=tuple(configs),
             ranks={name: mean_ranks(sums[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
-            rho={other: over_prompts(rho[kind, other], CORRELATION) for other in OTHERS},
+            rho={other: estimate_mean(rho[kind, other], CORRELATION) for other in OTHERS},
             swaps=_swaps({name: sums[kind, name][:, indices] for name in DISTANCES}, configs),
             each={other: rho[kind, other] for other in OTHERS},
         )
@@ -428,7 +437,7 @@ def _answer_correlations(trace: Trace, indices: Sequence[int]) -> EachPrompt:
 
 def mean_over_settings(settings: Sequence[EachPrompt]) -> EachPrompt:
     """Return each prompt's mean over several settings, in every one of which its configurations were compared."""
-    return {key: mean_of([setting[key] for setting in settings]) for key in settings[0]}
+    return {key: mean_where_known([setting[key] for setting in settings]) for key in settings[0]}
 
 
 def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
@@ -441,5 +450,5 @@ def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
 def _correlation(each: EachPrompt, target: str, measure: Measure) -> LossCorrelation:
     (kind, distance), (own, between) = measure, _KINDS[target]
     value, first = each[target, measure], each[target, (kind, FIRST)]
-    less = None if distance == FIRST else over_prompts(value - first, between)
-    return LossCorrelation(target, kind, distance, over_prompts(value, own), less)
+    less = None if distance == FIRST else estimate_mean(value - first, between)
+    return LossCorrelation(target, kind, distance, estimate_mean(value, own), less)

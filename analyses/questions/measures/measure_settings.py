@@ -14,7 +14,7 @@ from perturbkv.analyses.pairing import (
     LEAST_CONFIGS,
     Pair,
     Sides,
-    checked,
+    check_sides,
     comparable_groups,
     configs_of,
     matches,
@@ -141,7 +141,7 @@ def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -
 
 def _compared(trace: Trace, baseline: str, treatments: Sides | None) -> list[Pair]:
     """Return every treatment with its baseline, each pair once; by default those of `TREATMENTS` that are there."""
-    sides = checked(trace, baseline, TREATMENTS if treatments is None else treatments)
+    sides = check_sides(trace, baseline, TREATMENTS if treatments is None else treatments)
     there = [side for side in sides if treatments is not None or any(matches(one, side) for one in trace.run.configs)]
     if not there:
         msg = f"{ANALYSIS} compares {', '.join(TREATMENTS)} with {baseline}; got a trace of none of them: name its own"

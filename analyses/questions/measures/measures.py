@@ -10,7 +10,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
-from perturbkv.analyses.pairing import Sides, counted
+from perturbkv.analyses.pairing import Sides, plural
 from perturbkv.analyses.questions.measures.measure_orders import (
     FIRST,
     KINDS,
@@ -23,7 +23,7 @@ from perturbkv.analyses.questions.measures.measure_orders import (
     mean_over_settings,
 )
 from perturbkv.analyses.questions.measures.measure_settings import Setting, settings
-from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Estimate, mean_of, over_prompts
+from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, Estimate, estimate_mean, mean_where_known
 from perturbkv.analyses.text import LESS, MORE, Case, comparison, sample_note, sentence
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.selections import L1, L2
@@ -57,9 +57,9 @@ class Measures(SettingsResult):
 
     def conclusion(self) -> str:
         """Return whether another distance reverses a comparison of L1, and in how many both agree."""
-        count = counted(sum(len(setting.rows) for setting in self.settings) * len(KINDS), "comparison")
+        count = plural(sum(len(setting.rows) for setting in self.settings) * len(KINDS), "comparison")
         note = f"isolated and propagated, sum over heads; {sample_note(self.identity.samples)}"
-        if self.identity.samples < LEAST:
+        if self.identity.samples < MIN_SAMPLES:
             return sentence(f"too few samples to decide whether L2 or cosine reverses one of {count} of L1 ({note})")
         outcomes = {other: self.outcomes(other) for other in OTHERS}
         reversing = [SHORT[other] for other, counts in outcomes.items() if counts[OPPOSITE]]
@@ -154,7 +154,7 @@ class Measures(SettingsResult):
         if not orders:
             return []
         rho = " and ".join(f"ρ = {_rho(orders, other)} in {SHORT[other]}" for other in OTHERS)
-        pairs = counted(sum(order.pairs for order in orders), "pair")
+        pairs = plural(sum(order.pairs for order in orders), "pair")
         swaps = " and ".join(_exchange_note(orders, other) for other in OTHERS)
         return [f"The methods of a prompt stand as in L1 with {rho}; by their sums, of {pairs} {swaps}."]
 
@@ -175,7 +175,7 @@ class Measures(SettingsResult):
 
 
 def _rho(orders: Sequence[Order], other: str) -> str:
-    return _format_estimate(over_prompts(mean_of([order.each[other] for order in orders]), CORRELATION))
+    return _format_estimate(estimate_mean(mean_where_known([order.each[other] for order in orders]), CORRELATION))
 
 
 def _format_estimate(estimate: Estimate) -> str:
@@ -196,7 +196,7 @@ def _correlation(links: Sequence[LossCorrelation], target: str, words: str) -> l
         return []
     less = [(SHORT[name], link.less_l1) for name, link in own.items() if link.less_l1 is not None]
     rest = ", ".join(f"{name}'s less that {_format_estimate(value)}" for name, value in less)
-    prompts = counted(own[FIRST].value.prompts, "prompt")
+    prompts = plural(own[FIRST].value.prompts, "prompt")
     return [f"With {words} propagated L1 has ρ = {_format_estimate(own[FIRST].value)} ({prompts}); {rest}."]
 
 

@@ -11,7 +11,7 @@ import perturbkv
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import common, counted, side_names
+from perturbkv.analyses.pairing import common, plural, side_names
 from perturbkv.analyses.questions.patching.patching_values import (
     Greedy,
     MixtureOutcomes,
@@ -25,7 +25,7 @@ from perturbkv.analyses.questions.patching.patching_values import (
 )
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.coalition import GreedyPath, Orders
-from perturbkv.analyses.stats.intervals import COVERED, LEAST, Scalar
+from perturbkv.analyses.stats.intervals import COVERED, MIN_SAMPLES, OptionalInterval
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, PatchingConfig
@@ -66,9 +66,9 @@ class Patching(Result):
         unit="nat",
         key="baseline_kl_median",
         heading="#KL",
-        text=text.significant,
+        text=text.three_digits,
     )
-    kl_median_interval: Scalar = column("over samples", key="baseline_kl_median_interval")
+    kl_median_interval: OptionalInterval = column("over samples", key="baseline_kl_median_interval")
     cache_share: float = column(
         "entries of the baseline's cache over those of the full one",
         key="held_over_full_baseline",
@@ -116,7 +116,7 @@ class Patching(Result):
         """Return the players that change the outcome most, and all of them together."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         step = f", step {self.step}" if self.step else ""
-        where = f"({counted(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
+        where = f"({plural(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
         if self.same == 1:
             return f"{treatment} and {baseline} keep the same entries in every head {where}."
         if self.shapley is None:
@@ -188,7 +188,7 @@ class Patching(Result):
         """Return the three largest values beyond rounding, and the change with all players switched."""
         word, players = WORDS[self.outcome], values.players
         whole = f"all {len(players)} {self.by} together {text.percent(values.total, values.total_interval)}"
-        if self.samples < LEAST:
+        if self.samples < MIN_SAMPLES:
             return f"too few samples to decide which {self.by} change {word}: {whole}"
         order = np.argsort(-np.abs(values.value), kind="stable")[:3]
         largest = [players[index] for index in order if abs(players[index].value) > _ROUNDING]

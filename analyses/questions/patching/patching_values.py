@@ -17,7 +17,7 @@ from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import coalition, intervals
 from perturbkv.analyses.stats.coalition import GreedyPath, Orders
-from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, Scalar, difference_of
+from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, OptionalInterval, difference_kind
 from perturbkv.analyses.text import interval_at
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.errors import ConfigError, FailedRunError
@@ -98,7 +98,7 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         return np.asarray(1 + (weights @ flat.T) / np.where(below == 0, np.nan, below)[:, None])
 
     value = statistic(np.full((1, samples), 1 / samples))[0].reshape(differences.shape[:-1])
-    ends = intervals.band(statistic, samples, difference_of(1) if scored else RATIO)
+    ends = intervals.of_statistics(statistic, samples, difference_kind(1) if scored else RATIO)
     shift = 0.0 if scored else 1.0
     if ends is None:
         return value - shift, None
@@ -123,7 +123,7 @@ def coalition_outcomes(
     return {coalition: measured.coalition(coalition, outcome) for coalition in coalitions}
 
 
-def _format_percent(share: float, interval: Scalar = None) -> str:
+def _format_percent(share: float, interval: OptionalInterval = None) -> str:
     """Return a change in percent of the baseline's, without the percent sign: '−9.1 [−14, −4.0]'."""
     ends = None if interval is None else Interval(100 * interval.low, 100 * interval.high, interval.kind)
     return text.decimal(100 * share, ends, digits=1)
@@ -146,11 +146,11 @@ class PlayerValue(Record):
         heading="#value",
         text=_format_percent,
     )
-    value_interval: Scalar = column("over samples, these orders given", key="interval")
+    value_interval: OptionalInterval = column("over samples, these orders given", key="interval")
     alone: float = column("the same change where no other player is switched", heading="#alone", text=_format_percent)
-    alone_interval: Scalar = interval()
+    alone_interval: OptionalInterval = interval()
     last: float = column("the same change where all others are switched already", heading="#last", text=_format_percent)
-    last_interval: Scalar = interval()
+    last_interval: OptionalInterval = interval()
     sampling: float = column(
         "half of a 95 % interval of drawing orders, these samples given; 0 of all subsets; it does not see players "
         "that interact in pairs"
@@ -205,7 +205,7 @@ class Shapley(Record):
     interval: Band
     sampling: Floats
     total: float = column("change of the outcome with all players switched: the sum of all values", key="everybody")
-    total_interval: Scalar = column("over samples", key="everybody_interval")
+    total_interval: OptionalInterval = column("over samples", key="everybody_interval")
     permutations: int = column("orders drawn, reverses included; 0: all subsets were measured")
     coalitions: int = column("coalitions that were measured for the values")
     per_sample: Floats
@@ -245,9 +245,9 @@ class GreedyStep(Record):
     chosen: float = column(
         "change on the samples that chose the players", heading="#chosen\n(flatters)", text=_format_percent
     )
-    chosen_interval: Scalar = interval()
+    chosen_interval: OptionalInterval = interval()
     judged: float = column("change on the samples that did not", heading="#judged", text=_format_percent)
-    judged_interval: Scalar = interval()
+    judged_interval: OptionalInterval = interval()
 
 
 @record
@@ -275,12 +275,12 @@ class Greedy(Record):
         return [[self.names[index] for index in path] for path in self.paths]
 
     @derived()
-    def chosen_intervals(self) -> list[Scalar]:
+    def chosen_intervals(self) -> list[OptionalInterval]:
         """Intervals of `chosen`, over samples."""
         return [interval_at(self.chosen_interval, count) for count in range(len(self.chosen))]
 
     @derived()
-    def judged_intervals(self) -> list[Scalar]:
+    def judged_intervals(self) -> list[OptionalInterval]:
         """Intervals of `judged`, over samples."""
         return [interval_at(self.judged_interval, count) for count in range(len(self.judged))]
 
@@ -377,15 +377,15 @@ class NamedMixture(Record):
     drift_ratio: float = column(
         "Σ over samples of the last layer's drift over the baseline's", heading="#last layer's\ndrift"
     )
-    drift_ratio_interval: Scalar = interval()
+    drift_ratio_interval: OptionalInterval = interval()
     kl_median: float = column(
-        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL", text=text.significant
+        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL", text=text.three_digits
     )
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
     top1: float = column("share of samples whose next token is the full run's", unit="share")
     score: float = column("of the answers, mean; null where no answers were generated", unit="share", heading="#score")
     score_change: float = column("score over the baseline's, a difference")
-    score_change_interval: Scalar = interval()
+    score_change_interval: OptionalInterval = interval()
 
     @derived(key="mixture")
     def letters(self) -> str:
@@ -418,13 +418,13 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
     )
 
 
-def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, Scalar]:
+def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, OptionalInterval]:
     """Return the median over samples of a mixture's KL, with its interval."""
     each = measured.outcome(mixture, "kl")
     return float(np.median(each)), intervals.of_median(each)
 
 
-def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, Scalar]:
+def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, OptionalInterval]:
     baseline = measured.outcome(measured.game.none, outcome)
     if np.isnan(baseline).any():
         return float("nan"), None
@@ -432,7 +432,7 @@ def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -
     return float(value[0]), interval_at(ends, 0)
 
 
-def _ratio_interval(interval: Scalar) -> Scalar:
+def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
     """Return the interval of a ratio from that of a change."""
     return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)
 

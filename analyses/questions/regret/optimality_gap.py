@@ -17,10 +17,10 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, interval, record
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import counted, short_names
+from perturbkv.analyses.pairing import plural, short_names
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import half_share, ratio
-from perturbkv.analyses.stats.intervals import RATIO, Kind, Scalar
+from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, StatisticKind
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.optimum import chain
@@ -39,7 +39,7 @@ class Factor(Record):
     """A factor of L: geometric mean over heads, then over samples; NaN where it is not defined."""
 
     value: float = column("L over L")
-    interval: Scalar = column("over samples")
+    interval: OptionalInterval = column("over samples")
 
 
 def _factor_text(factor: Factor) -> str:
@@ -56,11 +56,11 @@ class OptimalityGap(Record):
     heads: int = column("heads that it is of, those of all samples together")
     samples: int = column("samples that have one of these heads; of one alone there are no intervals")
     sum_ratio: float = column("Σ of isolated L over that of the best known sets", heading="#Σ of all\nheads")
-    sum_ratio_interval: Scalar = interval()
+    sum_ratio_interval: OptionalInterval = interval()
     median_ratio: float = column(
         "L over the best's of each sample's median head, the median over samples", heading="#median\nhead"
     )
-    median_ratio_interval: Scalar = interval()
+    median_ratio_interval: OptionalInterval = interval()
     half: float = column(
         "the smallest share of heads that carries half of Σ L", unit="share", heading="#half of Σ\nin heads"
     )
@@ -123,7 +123,9 @@ def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequ
         heads=sum(one.best.size for one in samples),
         samples=len(samples),
         sum_ratio=float(ratio(*sums.sum(axis=0))),
-        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
+        sum_ratio_interval=intervals.of_statistic(
+            lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW
+        ),
         median_ratio=float(np.median(medians)),
         median_ratio_interval=intervals.of_median(medians),
         half=half_share(np.concatenate([one.methods[index] for one in samples])),
@@ -153,11 +155,11 @@ def _mean_log_ratio(above: Floats, below: Floats) -> float:
     return float(np.log(above / below).mean())
 
 
-def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
+def _factor(logs: Sequence[float], kind: StatisticKind = RATIO) -> Factor:
     each = np.array(logs)
     if np.isnan(each).any():
         return Factor(float("nan"), None)
-    ends = intervals.scalar(lambda weights: np.exp(weights @ each), len(each), kind)
+    ends = intervals.of_statistic(lambda weights: np.exp(weights @ each), len(each), kind)
     return Factor(float(np.exp(each.mean())), ends)
 
 
@@ -215,7 +217,7 @@ class SearchedPart(Record):
 
     def summary(self) -> str:
         """Return how many heads were searched, and how sure their best sets are."""
-        clauses = [f"{self.name}: {counted(self.heads, 'head')} searched, no swap helps any more in {self.settled}"]
+        clauses = [f"{self.name}: {plural(self.heads, 'head')} searched, no swap helps any more in {self.settled}"]
         if self.tried:
             unproven = self.tried - self.closed
             clauses.append(f"the best set is proven in {self.closed} of {self.tried}, where swaps alone had reached it "
@@ -223,7 +225,7 @@ class SearchedPart(Record):
             if unproven:
                 clauses.append(f"of {unproven} not proven the bound is up to {text.percent(self.gap)} lower")
         if self.left_out:
-            clauses.append(f"{counted(self.left_out, 'head')} left out, whose best set loses nothing but rounding")
+            clauses.append(f"{plural(self.left_out, 'head')} left out, whose best set loses nothing but rounding")
         return "; ".join(clauses) + "."
 
     @staticmethod

@@ -8,8 +8,8 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
 from perturbkv.analyses.identity import RunIdentity, run_identity
-from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.pairing import common, counted
+from perturbkv.analyses.json_values import config_columns
+from perturbkv.analyses.pairing import common, plural
 from perturbkv.analyses.questions.regret.optimality_gap import OptimalityGap, SearchedPart, searched_parts
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import factor, sample_note, sentence
@@ -110,7 +110,7 @@ class Regret(Result):
         """Return a row per sample, part, head and method: L1, the best known, the bound below which no set lies."""
         return [
             {
-                **columns_of(config), "sample": sample, "part": part.part,
+                **config_columns(config), "sample": sample, "part": part.part,
                 "layer": self.identity.layer(row["layer"]), "head": row["head"],
                 "perturbation": row["perturbation"][index],
                 **{name: row[name] for name in ("kept", "improved", "best", "lower", "closed", "settled")},
@@ -155,7 +155,7 @@ def regret_of(sets: FoundSets) -> Regret:
 
 def _method_lines(name: str, part: SearchedPart, chosen: Sequence[int], methods: Sequence[OptimalityGap]) -> list[Line]:
     """Return a heading with the number of heads, then a line per method; none without methods."""
-    heads = [Line(f"{name}: {counted(methods[0].heads, 'head')}", ())] if methods else []
+    heads = [Line(f"{name}: {plural(methods[0].heads, 'head')}", ())] if methods else []
     return [*heads, *(Line(part.names[index], (methods[index],)) for index in chosen)]
 
 

@@ -19,10 +19,10 @@ from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, next_token_kl
-from perturbkv.analyses.pairing import OfPair, common
+from perturbkv.analyses.pairing import PairRecord, common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, Kind, Scalar, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, OptionalInterval, StatisticKind, share_kind
 from perturbkv.analyses.verdicts import equal_isolated, verdicts
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -34,7 +34,7 @@ _LEAST_MASS = 1e-12
 """Smaller 1 − S are what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
 _EQUAL = 1e-9
 """Logarithms of ratios up to here are rounding: the two heads are equal."""
-SIGNED = Kind(RATIO.freedom)
+SIGNED = StatisticKind(RATIO.freedom)
 """Parts of a variance, one of which can be negative: as uncertain as a ratio, on the plain scale."""
 
 
@@ -82,17 +82,17 @@ class Spread(Record):
 
     config: EvictionConfig = column("an uncorrected configuration")
     deviation: float = column("standard deviation of log L over a sample's heads", heading="#sd of\nlog L")
-    deviation_interval: Scalar = interval()
+    deviation_interval: OptionalInterval = interval()
     mass: float = column("Var(log(1 − S)) over Var(log L)", unit="share", heading="#Var\nlog(1−S)")
-    mass_interval: Scalar = interval()
+    mass_interval: OptionalInterval = interval()
     difference: float = column("Var(log D) over Var(log L)", unit="share", heading="#Var\nlog D")
-    difference_interval: Scalar = interval()
+    difference_interval: OptionalInterval = interval()
     both: float = column("2 Cov over Var(log L): with the other two it makes 1", unit="share", heading="#2 Cov")
-    both_interval: Scalar = interval()
+    both_interval: OptionalInterval = interval()
     by_mass: float = column("`mass` and half of `both`", unit="share", heading="#by mass")
-    by_mass_interval: Scalar = interval()
+    by_mass_interval: OptionalInterval = interval()
     correlation: float = column("Pearson's correlation of log(1 − S) and log D over heads")
-    correlation_interval: Scalar = interval()
+    correlation_interval: OptionalInterval = interval()
     heads: int = column("heads of all samples that these are of")
     left_out: int = column("heads of which nothing goes, or too little to tell from rounding")
 
@@ -133,7 +133,7 @@ def _mean(per_sample: Floats) -> float:
 
 
 @record
-class Contest(OfPair, Record):
+class Contest(PairRecord, Record):
     """One configuration over another of the same budget: L's ratio is the product of the other two, exactly."""
 
     SECTION = "split contest"
@@ -141,21 +141,21 @@ class Contest(OfPair, Record):
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
     loss: float = column("L, isolated, over the baseline's: geometric mean of heads, then of samples", heading="#L")
-    loss_interval: Scalar = interval()
+    loss_interval: OptionalInterval = interval()
     mass: float = column("1 − S over the baseline's, likewise; `loss` is `mass` times `difference`", heading="#1 − S")
-    mass_interval: Scalar = interval()
+    mass_interval: OptionalInterval = interval()
     difference: float = column("D over the baseline's, likewise", heading="#D")
-    difference_interval: Scalar = interval()
+    difference_interval: OptionalInterval = interval()
     mass_falls: float = column(
         "share of heads whose 1 − S is below the baseline's, mean over samples", unit="share",
         heading="#heads where\n1−S falls",
     )  # fmt: skip
-    mass_falls_interval: Scalar = interval()
+    mass_falls_interval: OptionalInterval = interval()
     difference_falls: float = column(
         "share of heads whose D is below the baseline's, mean over samples", unit="share",
         heading="#heads where\nD falls",
     )  # fmt: skip
-    difference_falls_interval: Scalar = interval()
+    difference_falls_interval: OptionalInterval = interval()
     heads: int = column("heads of all samples in which both sides lose something")
     left_out: int = column("the other heads")
 
@@ -187,21 +187,21 @@ def _by_sample(each: Floats) -> Floats:
     return np.asarray(np.nanmean(flat, axis=1))
 
 
-def _geometric(logs: Floats) -> tuple[float, Scalar]:
+def _geometric(logs: Floats) -> tuple[float, OptionalInterval]:
     """Return the exponential of the mean over samples of each one's mean over heads."""
     each = _by_sample(logs)
     if not len(each):
         return float("nan"), None
-    interval = intervals.scalar(lambda weights: np.exp(weights @ each), len(each), RATIO)
+    interval = intervals.of_statistic(lambda weights: np.exp(weights @ each), len(each), RATIO)
     return float(np.exp(each.mean())), interval
 
 
-def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Scalar]:
+def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, OptionalInterval]:
     """Return the mean over samples of each one's share of heads whose ratio is below 1."""
     each = _by_sample(np.where(known, logs < -_EQUAL, np.nan))
     if not len(each):
         return float("nan"), None
-    return float(each.mean()), intervals.of_mean(each, share_of(logs[0].size))
+    return float(each.mean()), intervals.of_mean(each, share_kind(logs[0].size))
 
 
 @record
@@ -215,11 +215,11 @@ class Prediction(Record):
         key="isolated",
         heading="#isolated\n/ oracle",
     )
-    isolated_cost_interval: Scalar = column("over samples", key="isolated_interval")
+    isolated_cost_interval: OptionalInterval = column("over samples", key="isolated_interval")
     propagated_cost: float = column(
         "propagated L1 over the oracle's, likewise", key="propagated", heading="#propagated\n/ oracle"
     )
-    propagated_cost_interval: Scalar = column("over samples", key="propagated_interval")
+    propagated_cost_interval: OptionalInterval = column("over samples", key="propagated_interval")
 
 
 @record
@@ -231,12 +231,12 @@ class Row(Outcome):
     kl_ratio: float = column(
         "mean KL over the uncorrected one's mean, which single samples can carry", heading="#mean KL\nover none"
     )
-    kl_ratio_interval: Scalar = interval()
+    kl_ratio_interval: OptionalInterval = interval()
     kl_falls: float = column(
         "share of samples whose KL is below the baseline's by more than two noise floors", unit="share",
         heading="#prompts of\nless KL",
     )  # fmt: skip
-    kl_falls_interval: Scalar = column("exact")
+    kl_falls_interval: OptionalInterval = column("exact")
     prediction: Prediction | None = column(
         "against the oracle; null where the trace holds none, and of the oracle itself"
     )
@@ -328,7 +328,7 @@ def _kl(measured: Measurements, config: EvictionConfig, treatment: EvictionConfi
 
     return {
         "kl_ratio": float(ratio(second.mean(), first.mean())),
-        "kl_ratio_interval": intervals.scalar(total, len(first), RATIO),
+        "kl_ratio_interval": intervals.of_statistic(total, len(first), RATIO),
         "kl_falls": float(falls.mean()),
-        "kl_falls_interval": intervals.of_samples(falls),
+        "kl_falls_interval": intervals.of_share(falls),
     }

@@ -11,7 +11,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import Pair, common, matches, pairs, short_names, side_names
 from perturbkv.analyses.questions.split.mass_and_distance import (
@@ -342,7 +342,7 @@ def _head_records(config: EvictionConfig, own: Parts, run: RunIdentity) -> list[
     means = {name: np.nansum(logs, axis=0) / np.maximum(samples, 1) for name, logs in numbers.items()}
     return [
         {
-            **columns_of(config),
+            **config_columns(config),
             "layer": run.layer(layer),
             "head": head,
             "samples": int(samples[layer, head]),

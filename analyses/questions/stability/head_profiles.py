@@ -12,7 +12,7 @@ from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.horizon.growth import KINDS, LEAST_STEPS, Steps, by_step
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import folded, matches, of_selection
+from perturbkv.analyses.pairing import fold, matches, side_indices
 from perturbkv.analyses.questions.stability.rank_reliability import (
     DepthProfile,
     RankAgreement,
@@ -129,7 +129,7 @@ def choose(traces: Sequence[Trace], side: str, budget: str | None) -> list[Evict
     Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where it has several
     budgets, or the side means none of several configurations of the budget.
     """
-    matching = [[trace.run.configs[index] for index in of_selection(trace.run, side)] for trace in traces]
+    matching = [[trace.run.configs[index] for index in side_indices(trace.run, side)] for trace in traces]
     shared = _shared_budget(matching, budget)
     chosen = [_resolve(configs, side, shared) for configs in matching]
     _check_alike(chosen)
@@ -232,8 +232,8 @@ class StableTrace(Record):
     """The stability of heads' ranks in one trace; its maps have the keys `isolated` and `propagated`."""
 
     number: int = column("its number, from 1")
-    model: str = column("of its run", heading="model", text=lambda name: folded(name, 22))
-    dataset: str = column("of its run", heading="data set", text=folded)
+    model: str = column("of its run", heading="model", text=lambda name: fold(name, 22))
+    dataset: str = column("of its run", heading="data set", text=fold)
     seed: int = column("of its run", heading="#seed", text=str)
     source: str = column("its path")
     tokens: float = column("mean entries of its prompts", heading="#tokens", text=lambda mean, _: f"{mean:,.0f}")

@@ -30,23 +30,23 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import half_share, ratio
 from perturbkv.analyses.stats.intervals import (
     CORRELATION,
-    LEAST,
+    MIN_SAMPLES,
     POSITIVE,
     Band,
     Estimate,
     Interval,
-    Kind,
-    Scalar,
+    OptionalInterval,
+    StatisticKind,
+    estimate_mean,
     jackknife,
-    over_prompts,
-    share_of,
+    share_kind,
 )
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 
 MOST_SPLITS = 200
 WORST = 0.1
 """Share of the heads, the most perturbed ones, of which the overlap is counted."""
-_CORRECTED = Kind(3 / 8)
+_CORRECTED = StatisticKind(3 / 8)
 """A correlation that was corrected may exceed 1 by chance."""
 _SEED = 0
 
@@ -64,7 +64,7 @@ class RankEstimate(Record):
     """A rank correlation with its interval; a range of fewer than five samples, None of one."""
 
     value: float = column("a rank correlation")
-    interval: Scalar = column("over samples; of fewer than five a range of single splits, pairs or samples")
+    interval: OptionalInterval = column("over samples; of fewer than five a range of single splits, pairs or samples")
 
 
 @record
@@ -147,11 +147,11 @@ def _mean_pair(matrix: Floats) -> float:
     return float(pairs.mean()) if len(pairs) else float("nan")
 
 
-def _interval_or_range(value: float, left: Floats, single: Floats) -> Scalar:
+def _interval_or_range(value: float, left: Floats, single: Floats) -> OptionalInterval:
     """Return the jackknife interval from values without each sample; of few samples the range of `single` ones."""
     if len(left) < 2:
         return None
-    if len(left) < LEAST:
+    if len(left) < MIN_SAMPLES:
         return Interval(float(single.min()), float(single.max()), "range")
     return _jackknife_interval(value, left, CORRELATION)
 
@@ -209,7 +209,7 @@ def rho_estimate(first: Floats, second: Floats, paired: bool) -> RankEstimate:
     value, count = rho(first, second), min(len(first), len(second))
     if count < 2:
         return RankEstimate(value, None)
-    if count < LEAST:
+    if count < MIN_SAMPLES:
         each = [rho(one[None], second) for one in first] + [rho(first, one[None]) for one in second]
         return RankEstimate(value, Interval(min(each), max(each), "range"))
     return RankEstimate(value, _independent_interval(value, _leave_one_out(first, second, paired), CORRELATION))
@@ -226,7 +226,7 @@ def _leave_one_out(first: Floats, second: Floats, paired: bool) -> list[Floats]:
 def _corrected(measured: float, first: RankedHeads, second: RankedHeads, paired: bool) -> RankEstimate:
     """Return ρ over the root of both reliabilities; NaN where one is not positive, no interval of few samples."""
     value = _disattenuate(measured, first.split_half, second.split_half)
-    if min(len(first.ranks), len(second.ranks)) < LEAST:
+    if min(len(first.ranks), len(second.ranks)) < MIN_SAMPLES:
         return RankEstimate(float(value), None)
     left = _leave_one_out(first.ranks, second.ranks, paired)
     alone = [(first.without, second.split_half), (first.split_half, second.without)]
@@ -246,14 +246,14 @@ def without_each(values: Floats) -> list[Floats]:
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
-def _jackknife_interval(value: float, left: Floats, kind: Kind) -> Scalar:
+def _jackknife_interval(value: float, left: Floats, kind: StatisticKind) -> OptionalInterval:
     if np.isnan(left).any() or np.isnan(value):
         return None
     low, high = jackknife(np.asarray(value), left, kind)
     return Interval(float(low), float(high))
 
 
-def _independent_interval(value: float, left: Sequence[Floats], kind: Kind) -> Scalar:
+def _independent_interval(value: float, left: Sequence[Floats], kind: StatisticKind) -> OptionalInterval:
     """Return the interval of a value whose parts vary independently: squared distances to the ends add up."""
     known = [one for one in (_jackknife_interval(value, part, kind) for part in left) if one is not None]
     if len(known) < len(left):
@@ -294,13 +294,13 @@ def depth_profile(relative: Floats, depths: Floats) -> DepthProfile:
     """
     layers, heads = relative.shape[1:]
     shares = np.asarray(ratio(relative.sum(axis=2), relative.sum(axis=(1, 2))[:, None]))
-    each, kind = profiles(relative, depths), share_of(layers * heads)
+    each, kind = profiles(relative, depths), share_kind(layers * heads)
     return DepthProfile(
         profile=each.mean(axis=0),
-        profile_interval=intervals.band(lambda weights: weights @ each, len(each), POSITIVE),
-        first_layer=over_prompts(shares[:, 0], kind),
-        first_tenth=over_prompts(shares[:, : ceil(layers / 10)].sum(axis=1), kind),
-        half=over_prompts(np.array([half_share(one) for one in relative]), kind),
+        profile_interval=intervals.of_statistics(lambda weights: weights @ each, len(each), POSITIVE),
+        first_layer=estimate_mean(shares[:, 0], kind),
+        first_tenth=estimate_mean(shares[:, : ceil(layers / 10)].sum(axis=1), kind),
+        half=estimate_mean(np.array([half_share(one) for one in relative]), kind),
     )
 
 

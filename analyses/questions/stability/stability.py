@@ -9,9 +9,9 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import common, of_selection, short_names
+from perturbkv.analyses.pairing import common, short_names, side_indices
 from perturbkv.analyses.questions.stability.head_profiles import (
     RankedTrace,
     StableTrace,
@@ -25,7 +25,7 @@ from perturbkv.analyses.questions.stability.head_profiles import (
 )
 from perturbkv.analyses.questions.stability.rank_reliability import RankEstimate
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -106,7 +106,9 @@ class Stability(Result):
             return text.intervals_note(counts[0])
         listed = ", ".join(str(trace.samples) for trace in self.traces)
         few = "; in parentheses, of fewer than five: ranges of single splits, pairs or samples"
-        return f"n = {listed} samples; in brackets: 95 % intervals over samples{few if min(counts) < LEAST else ''}."
+        return (
+            f"n = {listed} samples; in brackets: 95 % intervals over samples{few if min(counts) < MIN_SAMPLES else ''}."
+        )
 
     def caveats(self) -> Sequence[str]:
         """Return the overlap by chance, and where the prompts may be the same."""
@@ -137,7 +139,7 @@ class Stability(Result):
     def records(self) -> list[dict[str, Any]]:
         """Return a row per trace, kind, and what heads are ranked by: reliability and mean ρ between two samples."""
         return [
-            {"trace": trace.number, "dataset": trace.dataset, **columns_of(trace.config), "ranked_by": name,
+            {"trace": trace.number, "dataset": trace.dataset, **config_columns(trace.config), "ranked_by": name,
              "kind": kind, "samples": trace.samples, "split_half": each.split_half.value,
              "pairwise": each.pairwise.value}
             for trace in self.traces for name in ("perturbation", "gain") for kind, each in getattr(trace, name).items()
@@ -215,7 +217,7 @@ def stability(
 def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side: str) -> list[EvictionConfig]:
     """Return the baseline of each trace at the same budget; empty where one has none, or the sides are one."""
     try:
-        indices = [of_selection(trace.run, side) for trace in traces]
+        indices = [side_indices(trace.run, side) for trace in traces]
     except TraceError:
         return []
     resolved = [
