@@ -78,7 +78,7 @@ class EquivalentBudget(Record):
 
     @property
     def known(self) -> bool:
-        """Whether it lies among the budgets measured."""
+        """True where it lies among the budgets measured."""
         return 0 < self.value < np.inf and not self.flat
 
     @derived()

@@ -72,7 +72,7 @@ class Criterion:
 
     @property
     def is_lower_limit(self) -> bool:
-        """Whether the limit is a lower one."""
+        """True where the limit is a lower one."""
         return self.name == "top1"
 
     def keeps(self, value: float) -> bool:

@@ -247,7 +247,7 @@ class Setting(ByMeasure, Record):
 
     @property
     def decides(self) -> bool:
-        """Whether any prompt has ranks, or a lost answer beside a kept one."""
+        """True where any prompt has ranks, or a lost answer beside a kept one."""
         return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
 
     @derived(key="silence")

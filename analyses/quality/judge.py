@@ -162,7 +162,7 @@ class JudgeScores(Result):
 
     @property
     def _unbounded(self) -> bool:
-        """Whether some mean has no interval because all its samples are equal."""
+        """True where some mean has no interval because all its samples are equal."""
         ends = [self.full.mean_interval, *(end for one in self.configs
                                            for end in (one.mean_interval, one.mean_drop_interval))]  # fmt: skip
         return len(self.samples) > 1 and None in ends

@@ -52,7 +52,7 @@ class Crossing(Record):
 
     @property
     def known(self) -> bool:
-        """Whether it lies among the budgets measured."""
+        """True where it lies among the budgets measured."""
         return 0 < self.value < inf
 
     @derived(key="value")

@@ -82,7 +82,7 @@ class OptimalityGap(Record):
 
     @property
     def decomposed(self) -> bool:
-        """Whether the parts of the factor are known."""
+        """True where the parts of the factor are known."""
         return not np.isnan(self.query.value)
 
 

@@ -321,7 +321,7 @@ class TracePair(Record):
 
     @property
     def paired(self) -> bool:
-        """Whether prompts are left out of both traces at once."""
+        """True where prompts are left out of both traces at once."""
         return any(agreement.paired for agreement in self.perturbation.values())
 
     @property
