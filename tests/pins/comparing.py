@@ -27,7 +27,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "horizon": {"leads": "advantages"},
     "budget/asked": {"selection": "compare"},
 }
-"""What was renamed on purpose: command, also with the next part of a name -> old name -> new name of a key or column."""
+"""What was renamed on purpose: command, or command/next part -> old name -> new name, of a key or a column."""
 GONE: dict[str, set[str]] = {"names": {"twin"}}
 """What went on purpose: recorder -> words of its pins that only the earlier commit has."""
 NEW: dict[str, set[str]] = {"names": {"shapes"}}

@@ -85,8 +85,9 @@ class MixtureOutcomes:
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
     """Return the relative change of outcomes, from (…, sample) differences to the (sample,) baseline, with intervals.
 
-    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1, exactly 0
-    where nothing differs, and has the interval of one. Of scores the mean difference. NaN where the baseline's sum is 0.
+    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1,
+    exactly 0 where nothing differs, and has the interval of one. Of scores the mean difference.
+    NaN where the baseline's sum is 0.
     """
     samples, scored = len(baseline), outcome == "score"
     flat = differences.reshape(-1, samples)
