@@ -228,7 +228,7 @@ class ModelFiles:
     opened: Opened | None = None
 
     @classmethod
-    def of(cls, model: Adapter) -> ModelFiles:
+    def from_adapter(cls, model: Adapter) -> ModelFiles:
         """Return the files' description of a model whose weights are loaded already."""
         return cls(
             model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,

@@ -144,7 +144,7 @@ def check_asked(configs: Iterable[EvictionConfig], most: int | None, compress_ev
         msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
         raise ConfigError(msg)
     for config in configs:
-        compatibility.check_generating(config)
+        compatibility.check_generation(config)
         if compress_every is not None:
             _check_compressing(config, compress_every)
 

@@ -36,7 +36,7 @@ from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
 from perturbkv.selection.sparse_lines import Positions
-from perturbkv.selection.sparse_lines import wanted as wanted_queries
+from perturbkv.selection.sparse_lines import remembered_positions as wanted_queries
 from perturbkv.theory import WORK
 
 TURNED = ("unrotated", "rotations")
@@ -133,7 +133,7 @@ class Statistics:
             made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
         return made[wanted]
 
-    def of_model(
+    def model_wide(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
         """What `make` gives of the competing scores of all layers, once for each key, score and number of kept sets.
@@ -148,8 +148,8 @@ class Statistics:
         return self.made[whole]
 
     def _competing(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
-        scores = self.scores(layer)(config).competing(config, ends)
-        return scores[:, ends.competing(scores.shape[-1])]
+        scores = self.scores(layer)(config).competing_scores(config, ends)
+        return scores[:, ends.competing_slice(scores.shape[-1])]
 
     def _of(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
@@ -165,7 +165,7 @@ class Statistics:
             realised=None if realised is None else realised[:, : norms.shape[1]],
             head_scores=self.head_scores,
             first_stage=first_stage,
-            of_model=self.of_model,
+            model_wide=self.model_wide,
             euclidean=self.euclidean[layer][:, : norms.shape[1]] if self.euclidean else None,
         )
 
