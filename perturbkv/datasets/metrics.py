@@ -50,7 +50,7 @@ def _f1(found: list[str], expected: list[str]) -> float:
 def _words(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the words of the text and of each answer, normalised as far as leaves the answer any words."""
     for answer in answers:
-        bare = next((bare for bare in _BARE if bare(answer)), str.split)
+        bare = next((bare for bare in _NORMALISATIONS if bare(answer)), str.split)
         yield bare(text), bare(answer)
 
 
@@ -66,7 +66,7 @@ def _split_words(text: str) -> list[str]:
     return text.lower().split()
 
 
-_BARE = (_content, _without_punctuation, _split_words)
+_NORMALISATIONS = (_content, _without_punctuation, _split_words)
 """Normalisations of a text to words, the strongest first."""
 
 

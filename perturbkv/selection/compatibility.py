@@ -104,7 +104,7 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
 def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
     """Return the names of scores that include value norms, of configurations that multiply ν in again."""
     multiplied = [config.system.score for config in configs if config.selection.name == "two-stage"]
-    return list(dict.fromkeys(score.called for score in multiplied if score.holds_norms))
+    return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
 
 
 def _check_sign(config: ResolvedConfig) -> None:
@@ -114,8 +114,8 @@ def _check_sign(config: ResolvedConfig) -> None:
     user = f"policy '{policy.name}'" if policy.mixes else multiplied
     if policy.score.signed and user:
         msg = (
-            f"{user} multiplies or mixes scores, and '{policy.score.called}' gives some below 0; choose selection "
-            "attention with equal budgets"
+            f"{user} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; choose "
+            "selection attention with equal budgets"
         )
         raise ConfigError(msg)
 

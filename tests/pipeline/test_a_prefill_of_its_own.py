@@ -71,7 +71,7 @@ def test_masks_that_hide_nothing_leave_the_full_cache(monkeypatch: pytest.Monkey
     found, full = read(lined()), prefill(adapter, IDS, [lined()], Resources(), "s")
     assert found.share == 1.0 and len(found.rows) == 2
     for layer, own in enumerate(cached(found)):
-        held = adapter.held(full.cache, layer)
+        held = adapter.cache_layer(full.cache, layer)
         torch.testing.assert_close(own, torch.cat([held.keys[0], held.values[0]]), rtol=1e-12, atol=1e-13)
 
 

@@ -134,7 +134,7 @@ def own_prefill(
     with intercept_attention(adapter, attention):
         seconds, logits = _timed(adapter, token_ids, cache)
     check.look(LOGITS, logits)
-    held = [adapter.held(cache, layer) for layer in range(len(adapter.layers))]
+    held = [adapter.cache_layer(cache, layer) for layer in range(len(adapter.layers))]
     looked, n = float(stack_on(adapter.device, attention.looked).mean()), len(token_ids)
     rows = [borrow(layer.keys[0], layer.values[0]) for layer in held]
     return OwnPrefill(rows, looked / (n * (n + 1) / 2), seconds)
