@@ -103,7 +103,7 @@ class LoadedDataset:
 
     @property
     def chat_template(self) -> bool:
-        """Whether a tokenizer's chat template is used, unless the user chooses.
+        """True where a tokenizer's chat template is used, unless the user chooses.
 
         Raises ConfigError where some samples need it and others must go without.
         """

@@ -259,8 +259,8 @@ def _context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[i
     if rendered.border < 0:
         return len(ids)
     before = tokenizer(rendered.text[: rendered.border], **more)["input_ids"]
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
-    return min(alike, len(ids) - 1)
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
+    return min(common, len(ids) - 1)
 
 
 def _context_end(sample: Sample, text: str, start: int) -> int:

@@ -178,17 +178,17 @@ def _message_list(row: Row) -> list[Any]:
     return messages
 
 
-def _message(row: Row, index: int, found: Any) -> Message:
+def _message(row: Row, index: int, value: Any) -> Message:
     """Return one message with a known role and a text; `index` counts from 0. Raises DatasetError."""
-    if not isinstance(found, dict):
-        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {kind(found)}"
+    if not isinstance(value, dict):
+        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {kind(value)}"
         raise row.refusal(msg)
-    role, text = found.get("role"), found.get("content")
+    role, text = value.get("role"), value.get("content")
     if role not in ROLES:
         got = repr(role)[:40] if isinstance(role, str) else kind(role)
         msg = f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
         raise row.refusal(msg)
-    if calls := next((name for name in _CALLS if found.get(name)), None):
+    if calls := next((name for name in _CALLS if value.get(name)), None):
         msg = f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
         raise row.refusal(msg)
     if not isinstance(text, str):

@@ -91,7 +91,7 @@ class Adapter:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some layers are not measured, because they hold a sliding window of their own."""
+        """True where some layers are not measured, because they have a sliding window of their own."""
         return layer_types.is_mixed(self.config)
 
     @cached_property

@@ -240,7 +240,7 @@ _log = logging.getLogger(__name__)
 def convert(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
     """Return the folder of a GGUF file converted to safetensors, and convert it where the cache has none.
 
-    `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotKeptError where it cannot be
+    `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotCachedError where it cannot be
     cached, ModelError for an unsupported family and for an incomplete or unreadable file.
     """
 
@@ -289,7 +289,7 @@ def check_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer. Raises NotKeptError where reading it gives another one."""
+    """Write the tokenizer. Raises NotCachedError where reading it gives another one."""
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     (folder / _SETTINGS).write_text(json.dumps(_settings(tokenizer)), encoding="utf-8")
     if _state(read_tokenizer(folder)) != _state(tokenizer):

@@ -238,8 +238,8 @@ class Repository:
 
     def names(self) -> set[str]:
         """Return the names of all files: on the hub, or on disk where the hub could not be reached."""
-        there = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
-        return set(self.files) or there
+        on_disk = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
+        return set(self.files) or on_disk
 
     def download(self, names: Iterable[str]) -> None:
         """Download the files of these names that the snapshot lacks. Raises HubError."""
@@ -267,11 +267,11 @@ class Repository:
     def _check_disk_space(self, files: Iterable[RemoteFile]) -> None:
         """Raise HubError where the disk is too full for these files."""
         cache = Path(constants.HF_HUB_CACHE)
-        there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-        needed, free = sum(file.size for file in files), shutil.disk_usage(there).free
+        folder = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
         if needed > free:
             msg = (
-                f"it takes {said(needed)} and {said(free)} are free in {there}; make room there, or set HF_HOME to "
+                f"it takes {said(needed)} and {said(free)} are free in {folder}; make room there, or set HF_HOME to "
                 "another place"
             )
             raise HubError(msg)

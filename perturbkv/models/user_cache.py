@@ -49,7 +49,7 @@ def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
     """Return the folder of an entry; where it is missing or damaged, `fill` writes its files into a new one.
 
     Several processes may call this at once: each that finds no entry fills its own, and the first to finish wins.
-    Raises NotKeptError where the cache is not writable, and whatever `fill` raises; no files are left then.
+    Raises NotCachedError where the cache is not writable, and whatever `fill` raises; no files are left then.
     """
     entry = cache_folder() / name
     if is_whole(entry):
@@ -70,7 +70,7 @@ def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def explain_write_errors() -> Iterator[None]:
-    """Turn the system's errors on writing into the cache into a NotKeptError."""
+    """Turn the system's errors on writing into the cache into a NotCachedError."""
     try:
         yield
     except OSError as error:

@@ -197,8 +197,8 @@ class RowMaker:
         """
         file, function = maker
         names = _Files(self, _RowCounter(self.tokenizer, tried)).names(file)
-        made: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
-        return made
+        rows: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
+        return rows
 
 
 class _BoundedRandom(random.Random):

@@ -90,7 +90,7 @@ def read(name: str) -> Task:
         document = _read_merged(where / f"{name.removeprefix(RULER_PREFIX)}.yaml")
         file, function = str(document["custom_dataset"]).split(".")
         answer = document["generation_kwargs"]
-        made = Task(
+        task = Task(
             name,
             (file, function),
             _template(where / f"{file}.py"),
@@ -100,8 +100,8 @@ def read(name: str) -> Task:
             str(document["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
-        _check(made)
-    return made
+        _check(task)
+    return task
 
 
 @contextmanager
