@@ -60,7 +60,8 @@ def _foot_text(result: Correlation) -> str:
     return (
         f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
         f"bars: 95 % intervals over prompts, ranges where they are fewer than {MIN_SAMPLES} · names alone: "
-        f"prompts' measures dealt out among the prompts · a lost answer: below {result.rule.lost:g} of the full cache's score"
+        f"prompts' measures dealt out among the prompts · "
+        f"a lost answer: below {result.rule.lost:g} of the full cache's score"
     )
 
 
