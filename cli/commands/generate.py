@@ -228,8 +228,8 @@ def _generate(
     lock: Lock,
 ) -> None:
     """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
-    from perturbkv.engines import choosing
-    from perturbkv.pipeline.answers.answered import Answered
+    from perturbkv.engines import engine_choice
+    from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
     from perturbkv.pipeline.answers.generation import AnswerOptions
 
     names = {line["sample"] for line in rows}
@@ -237,7 +237,7 @@ def _generate(
     if not todo:
         return
 
-    def done(prompt: Prompt, made: Answered) -> None:
+    def done(prompt: Prompt, made: AnsweredPrompt) -> None:
         lock.check()
         json_lines.append(path, made.row)
         rows.append(made.row)
@@ -249,7 +249,7 @@ def _generate(
 
     asked = AnswerOptions(header["compress_every"], header["divergence"])
     with (
-        choosing.engine(run.engine_config, [planned]) as engine,
+        engine_choice.open_engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
     ):
         engine.answer(planned, asked, todo, done, given_up)

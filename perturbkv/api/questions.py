@@ -23,7 +23,7 @@ from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.chain import with_references
-from perturbkv.optimum.search import FoundSets
+from perturbkv.optimum.search import SearchResults
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.plan import Plan
@@ -278,4 +278,4 @@ def searched(
     told = {"run": json.loads(ready.run.to_json()), "searches": asdict(asked)}
     with sample_lines(path, told, overwrite, wait) as lines:
         rows = searching.search_samples(ready, asked, lines, finished)
-    return regret_of(FoundSets(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))
+    return regret_of(SearchResults(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))

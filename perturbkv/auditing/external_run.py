@@ -35,7 +35,7 @@ from perturbkv.auditing.reference import (
     with_padding_counted,
 )
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.external_cache import Layers, layer_tensors, recover, rows
+from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
@@ -224,7 +224,7 @@ def _check_shown(cache: Cache, made: ForeignRun) -> None:
         return
     whole = [repeated(layer, keys.shape[1]) for layer, keys in zip(made.full, shown, strict=False)]
     for row in range(made.situation.rows):
-        rows(cache, whole, row)
+        matching_rows(cache, whole, row)
 
 
 def _message(error: Exception) -> str:

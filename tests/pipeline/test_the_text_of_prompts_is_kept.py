@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv.engines import choosing
 from perturbkv.pipeline.sample.layer import ENTRIES, largest_lost, ordered_lost
 from perturbkv.schema import TEXT
 from perturbkv.storage.trace.trace_file import describe

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from perturbkv import memory
 from perturbkv.cache import entries, quantisation
-from perturbkv.cache.compact import CompactCache, CompactLayer, beside
-from perturbkv.cache.entries import KeptEntries, borrow, keep, lengths
-from perturbkv.cache.quantisation import held_bits
+from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
+from perturbkv.cache.entries import KeptEntries, borrow, gather_kept, lengths
+from perturbkv.cache.quantisation import layer_bits
 from perturbkv.cache.stand_in import StandIn
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -71,8 +71,8 @@ def read_evicting(
     if rows.whole:
         rows.evict_all(read)
     rows.stored.raise_if_not(prompt.sample_id)
-    behind = [0] * len(run.configs) if whole else entries.positions_behind(run.configs, len(context))
-    cache = CompactCache(beside(adapter, rows.layers, read.windows), [*([0] if with_full else []), *behind])
+    behind = [0] * len(run.configs) if whole else entries.position_offsets(run.configs, len(context))
+    cache = CompactCache(join_layers(adapter, rows.layers, read.windows), [*([0] if with_full else []), *behind])
     return EvictedPrompt(cache, read.logits, rows.queries)
 
 
@@ -130,9 +130,10 @@ class _Rows:
             return [read[place] for place in range(len(configs))], {}
         chosen = layer.groups(configs)
         (counts,) = lengths([chosen], len(configs), layer.keys.device)
-        kept = keep(chosen, range(len(configs)), counts, layer.keys, layer.values)
+        kept = gather_kept(chosen, range(len(configs)), counts, layer.keys, layer.values)
         made = corrected.corrections(layer, kept.entries, configs)
-        kept = quantisation.stored(entries.positions_in_cache(kept, configs, self._adapter.frequencies), configs)
+        kept = entries.rotate_to_cache_positions(kept, configs, self._adapter.frequencies)
+        kept = quantisation.quantise_kept(kept, configs)
         stand_ins = {place: one.stand_in for place, one in made.items()}
         held = kept.entries | read
         return [held[place] for place in range(len(configs))], stand_ins
@@ -207,7 +208,7 @@ def generate(
                 compressor.compress(count)
             elif 2 * len(open_rows) <= len(held):
                 going_on = [place for place, row in enumerate(held) if row in open_rows]
-                cache.only(going_on)
+                cache.keep_rows(going_on)
                 held, following = [held[place] for place in going_on], following[on_device(going_on, adapter.device)]
             following = _next(adapter, cache, following.unsqueeze(-1), looked)
     return made
@@ -265,7 +266,7 @@ def answer(
     limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
     read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
     held, stored = _held(read.cache, run.configs), _stored(read.cache, run.configs, adapter.d_head)
-    again = replace(read, cache=read.cache.fresh()) if options.divergence else None
+    again = replace(read, cache=read.cache.fork()) if options.divergence else None
 
     def compressing(prompt_cache: EvictedPrompt) -> Compressor | None:
         if limit is None:
@@ -309,7 +310,7 @@ def _stored(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int)
     full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))
     sizes = [
         sum(
-            held_bits(config, layer.lengths(row), tokens, layer.heads, len(layer.lengths(0)), d_head)
+            layer_bits(config, layer.lengths(row), tokens, layer.heads, len(layer.lengths(0)), d_head)
             for layer in layers
         )
         for row, config in enumerate(configs, start=1)

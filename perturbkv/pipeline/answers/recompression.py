@@ -110,7 +110,7 @@ class Compressor:
             stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
             after = mean_entries(self.cache, row)
             if config.in_cache:
-                self.cache.behind[row] += round(before - after)  # its kept sets are equally long
+                self.cache.position_offsets[row] += round(before - after)  # its kept sets are equally long
             self.done.append(Compression(place, generated, before, after, *stacked))
 
     def room(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv import theory
-from perturbkv.cache.compact import CompactCache, SharedCache, restored
+from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
 from perturbkv.devices import on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compressor
@@ -84,7 +84,7 @@ def _whole(adapter: Adapter, cache: CompactCache) -> Cache:
     kinds = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
     found = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
     held = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
-    return restored(adapter, found, held)
+    return rebuild_cache(adapter, found, held)
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:

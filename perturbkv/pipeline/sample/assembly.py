@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perturbkv import kept_codec
 from perturbkv.cache.entries import Lengths
-from perturbkv.cache.quantisation import held_bits
+from perturbkv.cache.quantisation import layer_bits
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
@@ -187,7 +187,7 @@ def held_bytes(
     full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
     held = [
         sum(
-            held_bits(config, layer[place], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
+            layer_bits(config, layer[place], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
             for layer in lengths
         )
         for place, config in enumerate(configs)

@@ -13,8 +13,8 @@ from torch import Tensor
 from perturbkv import memory
 from perturbkv.cache import entries as positions
 from perturbkv.cache import quantisation
-from perturbkv.cache.compact import CompactCache, CompactLayer, beside
-from perturbkv.cache.entries import Kept, Lengths, borrow, keep, lengths
+from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
+from perturbkv.cache.entries import KeptBatch, Lengths, borrow, gather_kept, lengths
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -145,7 +145,7 @@ class _Evicted:
 
     Attributes:
         entries: the cache.
-        order, masks: the configurations and their kept sets, as `entries.Kept` has them.
+        order, masks: the configurations and their kept sets, as `entries.KeptBatch` has them.
         moved: what few bits or a correction leave changed in this layer alone, by configuration.
     """
 
@@ -168,7 +168,7 @@ class _Decoding:
         with phase("evict"):
             own = self._own(places)
             found = [self._evict(layer, places, own) for layer in range(len(self.layers))]
-            layers = beside(self.adapter, [one.entries for one in found], self.sample.prefill.windows)
+            layers = join_layers(self.adapter, [one.entries for one in found], self.sample.prefill.windows)
             cache = CompactCache(layers, self._behind(places))
         with phase("decode"):
             question, tokens = self.sample.question, self.sample.full.tokens
@@ -196,7 +196,7 @@ class _Decoding:
     def _evict(self, index: int, places: tuple[int, ...], own: Mapping[int, OwnPrefill]) -> _Evicted:
         """Return one layer: its rows are one that keeps everything, the configurations, and more of the first kind."""
         layer, configs = self.sample.layer(index), self.run.configs
-        kept = keep(self.layers[index].groups, set(places), self.kept[index], layer.keys, layer.values)
+        kept = gather_kept(self.layers[index].groups, set(places), self.kept[index], layer.keys, layer.values)
         made = correcting.corrections(layer, kept.entries, configs)
         left = correcting.isolated(layer, self.sample.full.steps, made)
         kept, moved = self._stored(layer, kept)
@@ -210,15 +210,15 @@ class _Decoding:
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
         return _Evicted(cache, kept.order, kept.masks, moved | left)
 
-    def _stored(self, layer: FullLayer, kept: Kept) -> tuple[Kept, dict[int, Tensor]]:
+    def _stored(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
         """Return the entries as the cache holds them, and what those in few bits change in this layer alone.
 
         That is measured where they stand in the prompt, as everything isolated is.
         """
         configs = self.run.configs
-        there = quantisation.stored(kept, configs)
-        turned = positions.positions_in_cache(kept, configs, self.adapter.frequencies)
-        held = there if turned.entries == kept.entries else quantisation.stored(turned, configs)
+        there = quantisation.quantise_kept(kept, configs)
+        turned = positions.rotate_to_cache_positions(kept, configs, self.adapter.frequencies)
+        held = there if turned.entries == kept.entries else quantisation.quantise_kept(turned, configs)
         few = {place: there.entries[place] for place in kept.order if configs[place].quantised}
         for place in few:
             quantised.look(self.finite, self.adapter.layer_indices[layer.index], held.entries[place])
@@ -226,7 +226,7 @@ class _Decoding:
 
     def _behind(self, places: tuple[int, ...]) -> list[int]:
         """Of each row, those that keep everything with it, how far its next position lies before n."""
-        own = positions.positions_behind([self.run.configs[place] for place in places], self.sample.tokens)
+        own = positions.position_offsets([self.run.configs[place] for place in places], self.sample.tokens)
         return [0, *own, *[0] * (self.rows - 1 - len(own))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
@@ -248,7 +248,7 @@ class _Decoding:
         first = 0 if 0 in places else 1
         rows = range(first, 1 + len(places))
         cache.forget(after=len(self.sample.question))
-        cache.only(rows)
+        cache.keep_rows(rows)
         logits = self.sample.prefill.logits if asked is None else asked[first : rows.stop]
         with phase("answers"):
             made = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)

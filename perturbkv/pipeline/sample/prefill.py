@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache import stand_in
-from perturbkv.cache.compact import full_cache, windows
+from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -225,7 +225,7 @@ def prefill(
     wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
     found = Statistics(sample, *shape, wanted, [], run.head_scores, given)
-    found.mean_queries.update((window, []) for window in stand_in.windows(configs))
+    found.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     found.queries.update((asked, []) for asked in wanted_queries(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
     reading = _Reading(adapter, found, resources, visitor, euclidean)
@@ -234,7 +234,7 @@ def prefill(
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
     reading.finite.look(LOGITS, logits)
     replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
-    held = windows(adapter, reading.cache)
+    held = sliding_windows(adapter, reading.cache)
     return Prefill(reading.cache, logits[0, -1], found, reading.finite, held)
 
 

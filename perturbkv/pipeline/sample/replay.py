@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import restore_windows, windows
+from perturbkv.cache.compact import restore_windows, sliding_windows
 from perturbkv.datasets.sample import after_turn
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
@@ -110,7 +110,7 @@ class _Pass:
         self.held = [
             (held.keys, held.values) for held in (adapter.held(cache, at) for at in range(len(adapter.layers)))
         ]
-        self.windows = windows(adapter, cache)
+        self.windows = sliding_windows(adapter, cache)
         self.input: Tensor | None = None
 
     def run(self, tokens: Sequence[int]) -> None:

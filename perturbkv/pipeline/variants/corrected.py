@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.cache.stand_in import StandIn, stand_in
+from perturbkv.cache.stand_in import StandIn, make_stand_in
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.devices import on_device
 from perturbkv.pipeline.sample.decoding import StepRecord
@@ -44,7 +44,7 @@ def corrections(
         gone = _gone(entries[place], layer.keys.shape[1], layer.tokens, layer.adapter.heads)
         query = layer.statistics.mean_queries[configs[place].window][layer.index]
         prompt = (layer.prompt_keys, layer.prompt_values)
-        made = stand_in(configs[place].correction, query, *prompt, gone, layer.scale)
+        made = make_stand_in(configs[place].correction, query, *prompt, gone, layer.scale)
         found[place] = Corrected(made, gone)
     return found
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from perturbkv import memory
 from perturbkv.cache import entries as positions
 from perturbkv.cache import quantisation
-from perturbkv.cache.compact import CompactCache, CompactLayer, beside
-from perturbkv.cache.entries import borrow, keep
+from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
+from perturbkv.cache.entries import borrow, gather_kept
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
@@ -124,7 +124,7 @@ class SwapSample:
         rows = 2 if len(mixtures) == 2 and set(mixtures) == ends else self.rows
         padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
         found = [self._evict(place, padded) for place in range(len(self.layers))]
-        layers = beside(self.adapter, [layer for layer, _ in found], self.sample.prefill.windows)
+        layers = join_layers(self.adapter, [layer for layer, _ in found], self.sample.prefill.windows)
         cache, full = CompactCache(layers, self._behind(rows)), self.full[rows]
         asked, evicted = decode_evicted(self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite)
         steps = [measure.propagated(self.adapter, *step) for step in zip(full.steps, evicted, strict=True)]
@@ -149,17 +149,17 @@ class SwapSample:
         kept = torch.where(treated.unsqueeze(-1), layer.kept[1], layer.kept[0])
         lengths = kept.sum(dim=-1).tolist()
         order = tuple(range(len(mixtures)))
-        found = keep([GivenGroup(order, kept)], order, lengths, layer.keys, layer.values)
+        found = gather_kept([GivenGroup(order, kept)], order, lengths, layer.keys, layer.values)
         configs = [self.run.configs[0]] * len(mixtures)  # both sides store and place alike: `configs.swap` checks that
-        turned = positions.positions_in_cache(found, configs, self.adapter.frequencies)
-        entries = quantisation.stored(turned, configs).entries
+        turned = positions.rotate_to_cache_positions(found, configs, self.adapter.frequencies)
+        entries = quantisation.quantise_kept(turned, configs).entries
         rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
         made = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
         return made, [sum(own) for own in lengths]
 
     def _behind(self, rows: int) -> list[int]:
         """How far each row's next position lies before n."""
-        return [0, *positions.positions_behind([self.run.configs[0]] * rows, self.sample.tokens)]
+        return [0, *positions.position_offsets([self.run.configs[0]] * rows, self.sample.tokens)]
 
     def _entries(self) -> int:
         """Of the full cache."""
@@ -169,7 +169,7 @@ class SwapSample:
         """How good the full cache's answer is, and each mixture's."""
         rows = range(1 + mixtures)
         cache.forget(after=len(self.sample.question))
-        cache.only(rows)
+        cache.keep_rows(rows)
         logits, prompt = self.sample.prefill.logits if asked is None else asked[: len(rows)], self.sample.prompt
         made = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
         texts = [grading.text_of(tokens, self.adapter.tokenizer.decode) for tokens in made]

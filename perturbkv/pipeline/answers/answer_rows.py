@@ -201,20 +201,20 @@ def _table(row: Mapping[str, Any]) -> Table:
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredPrompt:
     """One prompt's answers, and its line of generation.jsonl."""
 
     answers: Answers
     row: dict[str, Any]
 
 
-def answered(
+def answer_prompt(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources
-) -> Answered:
+) -> AnsweredPrompt:
     """Answer a prompt from its full cache and every configuration's. Raises what `answer` raises."""
     made = answer(adapter, prompt, run, options, resources)
     line = row(prompt, made, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
-    return Answered(_on_cpu(made), line)
+    return AnsweredPrompt(_on_cpu(made), line)
 
 
 def _on_cpu(made: Answers) -> Answers:
