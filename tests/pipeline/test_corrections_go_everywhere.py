@@ -50,7 +50,7 @@ class World:
         self.gone = torch.rand(HEAD, N, generator=made) < 0.6
         self.gone[-1] = False
 
-    def make_stand_in(self, correction: str) -> StandIn:
+    def stand_in(self, correction: str) -> StandIn:
         choice = parse(correction)
         whole = complete_choice(choice, "correction", CORRECTION_OPTIONS[choice.name])
         return make_stand_in(whole, self.query, self.keys, self.values, self.gone, SCALE)
@@ -162,7 +162,7 @@ def test_a_run_s_corrections_are_those_of_the_naive_decoder() -> None:
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = PLANTED[mistake]
-    monkeypatch.setattr(correcting, "stand_in", lambda asked, *given: make_stand_in(asked, *wrong(asked, *given)))
+    monkeypatch.setattr(correcting, "make_stand_in", lambda asked, *given: make_stand_in(asked, *wrong(asked, *given)))
     assert off() > 1e-3
 
 
