@@ -191,7 +191,7 @@ def measure(
     chosen = engine_choice.open_engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
     try:
         with chosen as measuring, console.progress(line(what), beside=measuring.alive) as bar:
-            return run_shard(options, planned, measuring, path, with_time_notes(bar.at, planned))
+            return run_shard(options, planned, measuring, path, with_time_notes(bar.update, planned))
     except InterruptedRunError as error:
         again = folder or (path if path == options.output else path.parent)
         msg = (

@@ -174,7 +174,7 @@ def _made(run: RunOptions, planned: Plan, parts: Sequence[Fold], session: Sessio
     from perturbkv.engines import engine_choice
     from perturbkv.storage.trace.trace_file import read_trace
 
-    plans = [planned.narrowed(part.samples, part.distinct) for part in parts]
+    plans = [planned.narrow(part.samples, part.distinct) for part in parts]
     paths = [fold_file(session.output.path, part.number) for part in parts]
     replacing = dataclasses.replace(run, overwrite=True)  # the claim knows that they are ours
     with engine_choice.open_engine(run.engine_config, plans) as engine:

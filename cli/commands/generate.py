@@ -113,12 +113,12 @@ def generate(
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence and --judge look at the file.
     """
-    from perturbkv.pipeline.answers.generation import check_asked, check_memory
+    from perturbkv.pipeline.answers.generation import check_answer_options, check_memory
     from perturbkv.pipeline.answers.grading import metrics_of
 
     configs = run.configs(selection or ["attention", "two-stage"])
     option_refusals.check("generate", run, configs)
-    check_asked(configs, max_new_tokens, compress_every)
+    check_answer_options(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
@@ -241,11 +241,11 @@ def _generate(
         lock.check()
         json_lines.append(path, made.row)
         rows.append(made.row)
-        bar.one_more()
+        bar.advance()
 
     def given_up(prompt: Prompt, why: str) -> None:
         failed[prompt.sample_id] = why
-        bar.one_more()
+        bar.advance()
 
     asked = AnswerOptions(header["compress_every"], header["divergence"])
     with (

@@ -15,7 +15,7 @@ from perturbkv.errors import WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, Generation
-from perturbkv.pipeline.answers.generation import AnswerOptions, check_asked, check_memory
+from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options, check_memory
 from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan
@@ -66,7 +66,7 @@ def generate(
     from perturbkv.analyses.json_values import provenance_object
 
     chosen = all_of(EvictionConfig, configs, CONFIGS)
-    check_asked(chosen, max_new_tokens, compress_every)
+    check_answer_options(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = planned(model, prompts, chosen, settings, resources)
     check_memory(ready)
@@ -87,15 +87,15 @@ def _answered(ready: Plan, options: AnswerOptions, workers: Workers, progress: b
 
     def done(prompt: Prompt, made: AnsweredPrompt) -> None:
         found[prompt.sample_id] = made
-        drawn.one_more()
+        drawn.advance()
 
     def given_up(prompt: Prompt, why: str) -> None:
         failed[prompt.sample_id] = why
-        drawn.one_more()
+        drawn.advance()
 
     with (
         engine_choice.open_engine(workers, [ready]) as engine,
-        bar("samples", len(ready.prompts), shown=progress, beside=engine.alive) as drawn,
+        bar("samples", len(ready.prompts), shown=progress, status=engine.alive) as drawn,
     ):
         engine.answer(ready, options, ready.prompts, done, given_up)
     for why in failed.values():

@@ -39,7 +39,7 @@ from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows,
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.variants.presses import left_as_it_was
+from perturbkv.pipeline.variants.presses import restore_model
 
 _WIDEST_TURN = 4096
 
@@ -133,7 +133,7 @@ def run(
     """
     whole = read(adapter, situation) if full is None else full
     made = ForeignRun(adapter, situation, whole, Reading(adapter, situation, whole), entry_floors)
-    with left_as_it_was(adapter):
+    with restore_model(adapter):
         _read_and_decode(made, eviction)
     return made
 
@@ -254,7 +254,7 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
     def whole() -> None:
         _generate(adapter, fresh(), _extended_prompt(situation), fed)
 
-    with left_as_it_was(adapter):
+    with restore_model(adapter):
         return PlainUse(
             position=_position(fresh()),
             expected=situation.entries,

@@ -30,10 +30,10 @@ from rich.text import Text
 class Bar(Protocol):
     """How far the work is."""
 
-    def one_more(self) -> None:
+    def advance(self) -> None:
         """One more is done."""
 
-    def at(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         """So many are done, of so many."""
 
 
@@ -45,64 +45,64 @@ def bar(
     *,
     shown: bool = True,
     console: Console | None = None,
-    beside: Callable[[], str] = str,
+    status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
     """A bar with the time left: in the notebook's cell, or on stderr unless a console is given.
 
-    `beside` is asked what stands beside it whenever it is drawn, such as `7 of 8 workers`.
+    `status` is asked what stands beside it whenever it is drawn, such as `7 of 8 workers`.
 
     Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. Nothing is left of it
     behind the block.
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
-        with _in_notebook(what, total, done, beside) as drawn:
+        with _notebook_bar(what, total, done, status) as drawn:
             yield drawn
     else:
-        with _in_terminal(what, total, done, screen, shown, beside) as drawn:
+        with _terminal_bar(what, total, done, screen, shown, status) as drawn:
             yield drawn
 
 
 @contextmanager
-def _in_terminal(
-    what: str, total: int | None, done: int, screen: Console, shown: bool, beside: Callable[[], str]
+def _terminal_bar(
+    what: str, total: int | None, done: int, screen: Console, shown: bool, status: Callable[[], str]
 ) -> Iterator[Bar]:
     alone = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _Told(lambda task: _rate(task.speed)))
+    shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _TextColumn(lambda task: _format_rate(task.speed)))
     columns = (
         TextColumn("{task.description}"),
-        *(shared if beside() else alone),
+        *(shared if status() else alone),
         TextColumn("left"),
         TimeRemainingColumn(),
-        *([_Told(lambda task: beside())] if beside() else []),
+        *([_TextColumn(lambda task: status())] if status() else []),
     )
     visible = shown and screen.is_terminal
     with Progress(*columns, console=screen, disable=not visible, transient=True) as drawn:
         yield _TerminalBar(drawn, what, total, done)
 
 
-class _Told(ProgressColumn):
+class _TextColumn(ProgressColumn):
     """What a function says whenever the bar is drawn."""
 
-    def __init__(self, told: Callable[[Task], str]) -> None:
+    def __init__(self, text: Callable[[Task], str]) -> None:
         super().__init__()
-        self._told = told
+        self._text = text
 
     def render(self, task: Task) -> Text:
-        return Text(self._told(task))
+        return Text(self._text(task))
 
 
-def _rate(per_second: float | None) -> str:
+def _format_rate(per_second: float | None) -> str:
     return "" if per_second is None else f"{60 * per_second:.3g}/min"
 
 
 @contextmanager
-def _in_notebook(what: str, total: int | None, done: int, beside: Callable[[], str]) -> Iterator[Bar]:
+def _notebook_bar(what: str, total: int | None, done: int, status: Callable[[], str]) -> Iterator[Bar]:
     from IPython.display import display
 
-    handle = display(_mime(what), raw=True, display_id=True)
+    handle = display(_mime_bundle(what), raw=True, display_id=True)
     try:
-        yield _NotebookBar(handle, what, total, done, beside)
+        yield _NotebookBar(handle, what, total, done, status)
     finally:
         handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
@@ -111,27 +111,27 @@ class _TerminalBar:
     def __init__(self, drawn: Progress, what: str, total: int | None, done: int) -> None:
         self._drawn, self._task = drawn, drawn.add_task(what, total=total, completed=done)
 
-    def one_more(self) -> None:
+    def advance(self) -> None:
         self._drawn.advance(self._task)
 
-    def at(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         self._drawn.update(self._task, completed=done, total=total)
 
 
 class _NotebookBar:
     """What rich would draw needs a package of its own in a notebook; a browser draws a bar by itself."""
 
-    def __init__(self, handle: Any, what: str, total: int | None, done: int, beside: Callable[[], str]) -> None:
+    def __init__(self, handle: Any, what: str, total: int | None, done: int, status: Callable[[], str]) -> None:
         self._handle, self._what, self._total, self._done = handle, what, total, done
-        self._beside = beside
+        self._status = status
         self._first, self._began = done, time.monotonic()
         self._draw()
 
-    def one_more(self) -> None:
+    def advance(self) -> None:
         self._done += 1
         self._draw()
 
-    def at(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         if self._total is None:
             self._first = done
         self._done, self._total = done, total
@@ -141,19 +141,23 @@ class _NotebookBar:
         gone = time.monotonic() - self._began
         total, new = self._total, self._done - self._first
         count = f"{self._done}" if total is None else f"{self._done} of {total}"
-        left = f", about {_clock(gone / new * (total - self._done))} left" if total is not None and new > 0 else ""
-        crew = self._beside()
-        rate = f", {_rate(new / gone)}, {crew}" if crew and new > 0 else f", {crew}" if crew else ""
-        text = f"{self._what}: {count}, {_clock(gone)}{left}{rate}"
+        left = (
+            f", about {_format_seconds(gone / new * (total - self._done))} left"
+            if total is not None and new > 0
+            else ""
+        )
+        crew = self._status()
+        rate = f", {_format_rate(new / gone)}, {crew}" if crew and new > 0 else f", {crew}" if crew else ""
+        text = f"{self._what}: {count}, {_format_seconds(gone)}{left}{rate}"
         drawn = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
-        self._handle.update(_mime(text, drawn), raw=True)
+        self._handle.update(_mime_bundle(text, drawn), raw=True)
 
 
-def _mime(text: str, drawn: str = "") -> dict[str, str]:
+def _mime_bundle(text: str, drawn: str = "") -> dict[str, str]:
     return {"text/plain": text, "text/html": f"{drawn}{text}"}
 
 
-def _clock(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 

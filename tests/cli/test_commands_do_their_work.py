@@ -166,7 +166,7 @@ def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[
     for terminal in (False, True):
         screen = console.Console(file=io.StringIO(), force_terminal=terminal)
         with bar("samples", 3, console=screen) as drawn:
-            drawn.one_more()
+            drawn.advance()
         assert ("samples" in screen.file.getvalue()) == terminal
 
 

@@ -38,7 +38,7 @@ def kl(full: np.ndarray, evicted: np.ndarray) -> float:
     return sum(math.exp(first) * (first - second) for first, second in pairs)
 
 
-def follow(naive: Naive, tokens: list[int]) -> list[np.ndarray]:
+def teacher_force(naive: Naive, tokens: list[int]) -> list[np.ndarray]:
     """The naive run's logits after each token of a given text, compressed where it holds too much."""
     for token in PROMPT.token_ids:
         naive._step(token)
@@ -71,7 +71,7 @@ def test_every_step_is_that_of_a_naive_run_that_is_compressed_alike(naive: type[
     made = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT, divergence=True)
     found = made.divergence
     assert found is not None
-    full, evicted = plain(adapter, made.full), follow(naive(adapter, chosen), made.full)
+    full, evicted = plain(adapter, made.full), teacher_force(naive(adapter, chosen), made.full)
     expected = [kl(first, second) for first, second in zip(full, evicted, strict=True)]
     np.testing.assert_allclose(found.kl[0].numpy(), expected, rtol=1e-6, atol=1e-12)
     same = [int(np.argmax(first) == np.argmax(second)) for first, second in zip(full, evicted, strict=True)]

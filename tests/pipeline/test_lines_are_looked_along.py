@@ -137,7 +137,7 @@ def first_alone(layer: FullLayer, group: LinedGroup, *more: Any) -> dict[str, to
     return _isolated(layer, alone, *more)
 
 
-_seen, _isolated = LinedGroup.seen, pipeline_lined.isolated_by_lines
+_seen, _isolated = LinedGroup.seen, pipeline_lined.isolated_along_lines
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from perturbkv.storage.answers_file import WrittenAnswers
 _FULL = "full cache"
 
 
-def row(
+def answer_row(
     prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
 ) -> dict[str, Any]:
     """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
@@ -45,7 +45,9 @@ def row(
         "full": said(answers.full),
         "evicted": {
             label: {"held_share": held, **stored, **said(tokens)}
-            for label, held, stored, tokens in zip(labels, answers.held, _bytes(answers), answers.evicted, strict=True)
+            for label, held, stored, tokens in zip(
+                labels, answers.held, _byte_shares(answers), answers.evicted, strict=True
+            )
         },
         "compressions": _compressions(answers, labels),
         "divergence": _divergence(answers, labels),
@@ -54,17 +56,17 @@ def row(
 
 def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
     """Every cache's, step by step; None where it was not asked for."""
-    found = answers.divergence
-    if found is None:
+    result = answers.divergence
+    if result is None:
         return None
-    caches = zip(labels, found.kl.tolist(), found.top1.tolist(), strict=True)
+    caches = zip(labels, result.kl.tolist(), result.top1.tolist(), strict=True)
     return {
-        "noise_floor": found.noise_floor.tolist(),
+        "noise_floor": result.noise_floor.tolist(),
         "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
     }
 
 
-def _bytes(answers: Answers) -> list[dict[str, float]]:
+def _byte_shares(answers: Answers) -> list[dict[str, float]]:
     """What each cache takes of the full one's bytes; nothing where all store 16 bits."""
     return [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
@@ -107,7 +109,7 @@ class Generation(Sequence[Answers]):
         return len(self.members)
 
     @overload
-    def __getitem__(self, place: int) -> Answers: ...
+    def __getitem__(self, index: int) -> Answers: ...
 
     @overload
     def __getitem__(self, place: slice) -> Generation: ...
@@ -128,7 +130,7 @@ class Generation(Sequence[Answers]):
         """
         return [
             {"sample": one["sample"], "config": name, "held_share": made["held_share"],
-             "tokens": len(made["tokens"]), "score": made["score"], "text": made["text"], **_told(one, made)}
+             "tokens": len(made["tokens"]), "score": made["score"], "text": made["text"], **_byte_share(one, made)}
             for one in self.rows
             for name, made in _caches(one).items()
         ]  # fmt: skip
@@ -140,7 +142,7 @@ class Generation(Sequence[Answers]):
         return pd.DataFrame(self.records())
 
     def __repr__(self) -> str:
-        return "\n".join(line for one in self.rows for line in _lines(one))
+        return "\n".join(line for one in self.rows for line in _text_lines(one))
 
     def _repr_html_(self) -> str:
         return as_html(list(map(_table, self.rows)))
@@ -151,7 +153,7 @@ def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
 
 
-def _told(row: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, float]:
+def _byte_share(row: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, float]:
     """A cache's `bytes_share`, where those of its prompt have one."""
     return {"bytes_share": made.get("bytes_share", 1.0)} if _has_bytes(row) else {}
 
@@ -160,7 +162,7 @@ def _has_bytes(row: Mapping[str, Any]) -> bool:
     return any("bytes_share" in made for made in row["evicted"].values())
 
 
-def _held(made: Mapping[str, Any]) -> str:
+def _describe_cache(made: Mapping[str, Any]) -> str:
     few = f", bytes / full {made['bytes_share']:.2f}" if "bytes_share" in made else ""
     return f"held / full {made['held_share']:.2f}{few}"
 
@@ -173,12 +175,12 @@ def _one_line(text: str) -> str:
     return line(" ".join(text.split())) or "(nothing)"
 
 
-def _lines(row: Mapping[str, Any]) -> list[str]:
+def _text_lines(row: Mapping[str, Any]) -> list[str]:
     """A prompt's answers for a terminal, each beneath the cache that wrote it."""
     lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, made in _caches(row).items():
         score = "" if made["score"] is None else f", {row['metric']} {made['score']:.3f}"
-        lines += [f"  {line(name)} ({_held(made)}{score}):", f"    {_one_line(made['text'])}"]
+        lines += [f"  {line(name)} ({_describe_cache(made)}{score}):", f"    {_one_line(made['text'])}"]
     return lines
 
 
@@ -188,7 +190,7 @@ def _table(row: Mapping[str, Any]) -> Table:
     lines = [("expected", "", *[""] * (_has_bytes(row) + graded), " | ".join(row["answers"]))] if row["answers"] else []
     for name, made in _caches(row).items():
         score = [f"{made['score']:.3f}"] if graded else []
-        few = [f"{share:.2f}" for share in _told(row, made).values()]
+        few = [f"{share:.2f}" for share in _byte_share(row, made).values()]
         lines.append((name, f"{made['held_share']:.2f}", *few, *score, _one_line(made["text"])))
     columns = (
         "cache",
@@ -213,11 +215,11 @@ def answer_prompt(
 ) -> AnsweredPrompt:
     """Answer a prompt from its full cache and every configuration's. Raises what `answer` raises."""
     made = answer(adapter, prompt, run, options, resources)
-    line = row(prompt, made, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
-    return AnsweredPrompt(_on_cpu(made), line)
+    line = answer_row(prompt, made, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
+    return AnsweredPrompt(_move_to_cpu(made), line)
 
 
-def _on_cpu(made: Answers) -> Answers:
+def _move_to_cpu(made: Answers) -> Answers:
     """The answers with nothing left on a device: they outlive the model, and go to other processes."""
     compressions = [
         replace(
@@ -226,7 +228,7 @@ def _on_cpu(made: Answers) -> Answers:
         )
         for one in made.compressions
     ]  # fmt: skip
-    found = made.divergence
-    if found is not None:
-        found = replace(found, kl=found.kl.cpu(), top1=found.top1.cpu(), noise_floor=found.noise_floor.cpu())
-    return replace(made, compressions=compressions, divergence=found)
+    result = made.divergence
+    if result is not None:
+        result = replace(result, kl=result.kl.cpu(), top1=result.top1.cpu(), noise_floor=result.noise_floor.cpu())
+    return replace(made, compressions=compressions, divergence=result)

@@ -27,7 +27,7 @@ from perturbkv.devices import on_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
-from perturbkv.pipeline.answers.teacher_forcing import Divergence, follow
+from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
@@ -65,7 +65,7 @@ def read_evicting(
     context, _ = prompt.parts(run.scenario)
     whole = len(context) <= above
     given = sources(adapter, context, [] if whole else run.configs, {})
-    rows = _Rows(adapter, run, with_full, keeps=whole)
+    rows = _RowBuilder(adapter, run, with_full, keeps=whole)
     read = prefill(adapter, prompt, run, resources, given, rows)
     read.finite.raise_if_not(prompt.sample_id)
     if rows.whole:
@@ -76,7 +76,7 @@ def read_evicting(
     return EvictedPrompt(cache, read.logits, rows.queries)
 
 
-class _Rows:
+class _RowBuilder:
     """The rows of the cache to be, layer by layer: one that keeps everything where it is asked for, and the run's.
 
     Args:
@@ -95,11 +95,11 @@ class _Rows:
         self.queries: list[Tensor] = []
         self.stored = FiniteCheck()
 
-    def visit(self, found: Statistics, seen: LayerView) -> None:
+    def visit(self, result: Statistics, seen: LayerView) -> None:
         """Take a layer that was read: its last queries, and its entries unless all layers are waited for."""
         self.queries.append(seen.queries[:, -self._window :].clone())
         if not self.whole:
-            self._evict(FullLayer(self._adapter, found, seen.layer, seen.keys, seen.values))
+            self._evict(FullLayer(self._adapter, result, seen.layer, seen.keys, seen.values))
 
     def evict_all(self, read: Prefill) -> None:
         """Evict all layers of a prompt that was read, each let go when it is evicted."""
@@ -109,37 +109,37 @@ class _Rows:
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _evict(self, layer: FullLayer) -> None:
-        kept, stand_ins = (self._all(layer), {}) if self._keeps else self._kept(layer)
+        kept, stand_ins = (self._keep_everything(layer), {}) if self._keeps else self._kept_entries(layer)
         for row, config in zip(kept, self._configs, strict=True):
             if config.quantised:
-                quantised.look(self.stored, self._adapter.layer_indices[layer.index], row)
+                quantised.check_finite(self.stored, self._adapter.layer_indices[layer.index], row)
         everything = [borrow(layer.keys, layer.values)] if self._with_full else []
-        by_row = {place + len(everything): one for place, one in stand_ins.items()}
+        by_row = {index + len(everything): one for index, one in stand_ins.items()}
         rows, heads = [*everything, *kept], self._adapter.heads
         self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=by_row))
 
-    def _all(self, layer: FullLayer) -> list[KeptEntries]:
+    def _keep_everything(self, layer: FullLayer) -> list[KeptEntries]:
         row = borrow(layer.keys, layer.values)
         return [quantisation.quantise_entries(row, one) if one.quantised else row for one in self._configs]
 
-    def _kept(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
+    def _kept_entries(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
         """Return what each configuration keeps, and what stands in for what it does not."""
         configs = self._configs
-        read = page_reading.rows(layer, dict(enumerate(configs)))
+        read = page_reading.page_reading_rows(layer, dict(enumerate(configs)))
         if len(read) == len(configs):
-            return [read[place] for place in range(len(configs))], {}
+            return [read[index] for index in range(len(configs))], {}
         chosen = layer.groups(configs)
         (counts,) = lengths([chosen], len(configs), layer.keys.device)
         kept = gather_kept(chosen, range(len(configs)), counts, layer.keys, layer.values)
         made = corrected.corrections(layer, kept.entries, configs)
         kept = entries.rotate_to_cache_positions(kept, configs, self._adapter.frequencies)
         kept = quantisation.quantise_kept(kept, configs)
-        stand_ins = {place: one.stand_in for place, one in made.items()}
+        stand_ins = {index: one.stand_in for index, one in made.items()}
         held = kept.entries | read
-        return [held[place] for place in range(len(configs))], stand_ins
+        return [held[index] for index in range(len(configs))], stand_ins
 
 
-def check_asked(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
+def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
     """Raise ConfigError where answers cannot be generated as asked: `most` tokens each, None: as the dataset says."""
     if most is not None and most < 1:
         msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
@@ -186,7 +186,7 @@ def generate(
     Where there is no question, first tokens come from the prompt's logits; `check` looks at all others. Without a
     compressor, rows that ended leave the cache once they are half of it.
     """
-    looked, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
+    finite, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
     rows = cache.layers[0].batch
     watch = Observer(attention=None if compressor is None else compressor.watch)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
@@ -195,7 +195,7 @@ def generate(
     held, open_rows = list(range(rows)), set(range(rows))
     with decode_from(adapter, cache), capture(adapter, watch):
         if question:
-            following = _next(adapter, cache, ids, looked)
+            following = _next_tokens(adapter, cache, ids, finite)
         for count in range(1, most + 1):
             for row, token in zip(held, following.tolist(), strict=True):
                 if row in open_rows and token not in ends:
@@ -207,16 +207,16 @@ def generate(
             if compressor is not None:
                 compressor.compress(count)
             elif 2 * len(open_rows) <= len(held):
-                going_on = [place for place, row in enumerate(held) if row in open_rows]
+                going_on = [index for index, row in enumerate(held) if row in open_rows]
                 cache.keep_rows(going_on)
-                held, following = [held[place] for place in going_on], following[on_device(going_on, adapter.device)]
-            following = _next(adapter, cache, following.unsqueeze(-1), looked)
+                held, following = [held[index] for index in going_on], following[on_device(going_on, adapter.device)]
+            following = _next_tokens(adapter, cache, following.unsqueeze(-1), finite)
     return made
 
 
-def _next(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
+def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    check.look(LOGITS, logits)
+    check.check(LOGITS, logits)
     return logits[:, -1].argmax(dim=-1)
 
 
@@ -265,7 +265,7 @@ def answer(
     """
     limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
     read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
-    held, stored = _held(read.cache, run.configs), _stored(read.cache, run.configs, adapter.d_head)
+    held, stored = _entry_shares(read.cache, run.configs), _byte_shares(read.cache, run.configs, adapter.d_head)
     again = replace(read, cache=read.cache.fork()) if options.divergence else None
 
     def compressing(prompt_cache: EvictedPrompt) -> Compressor | None:
@@ -275,21 +275,23 @@ def answer(
 
     compressor, check = compressing(read), FiniteCheck()
     full, *evicted = generate(adapter, read, question, run.generate, compressor, check)
-    followed = None if again is None else follow(adapter, again.cache, question, full, compressing(again), check)
+    followed = None if again is None else teacher_force(adapter, again.cache, question, full, compressing(again), check)
     check.raise_if_not(prompt.sample_id)
     return Answers(full, evicted, held, compressor.done if compressor else [], followed, stored)
 
 
-def _held(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
+def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
     """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share).
 
     Of a row that reads pages those that it reads.
     """
-    full, *held = (sum(_read(layer, row, configs) for layer in cache.evicted) for row in range(1 + len(configs)))
+    full, *held = (
+        sum(_attended_entries(layer, row, configs) for layer in cache.evicted) for row in range(1 + len(configs))
+    )
     return [entries / full for entries in held]
 
 
-def _read(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
+def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
     """Entries that a row of one layer looks at; the first row keeps everything."""
     lengths = layer.lengths(row)
     if not row or not configs[row - 1].reads:
@@ -299,7 +301,7 @@ def _read(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> i
     return sets * config.kept_entries(layer.seen)
 
 
-def _stored(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
+def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
     """Bytes that each row stores over those of the first row, in 16 bits; nothing where all are in 16 and uncorrected.
 
     Entries, and what stands in for others; nothing has been decoded yet.
@@ -321,7 +323,7 @@ def _stored(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int)
 def end_tokens(adapter: Adapter) -> set[int]:
     """Tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
     settings = getattr(adapter.model, "generation_config", None)
-    found: set[int | None] = set()
+    result: set[int | None] = set()
     for ends in (getattr(adapter.tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None)):
-        found |= set(ends) if isinstance(ends, list | tuple) else {ends}
-    return {end for end in found if end is not None}
+        result |= set(ends) if isinstance(ends, list | tuple) else {ends}
+    return {end for end in result if end is not None}

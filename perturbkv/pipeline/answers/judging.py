@@ -31,45 +31,45 @@ from perturbkv.user_files import parse_json
 
 _LONGEST = 2**20
 """Bytes of one answer: more is no judgement."""
-_TOLD = 300
+_SHOWN = 300
 
 
-def split(command: str) -> list[str]:
+def split_command(command: str) -> list[str]:
     """Program and arguments, as a shell would part them. Raises ConfigError where there is none, or none such."""
     try:
-        found = shlex.split(command)
+        result = shlex.split(command)
     except ValueError as error:
-        msg = f"expected a command such as 'python my_judge.py', got {command[:_TOLD]!r}: {error}"
+        msg = f"expected a command such as 'python my_judge.py', got {command[:_SHOWN]!r}: {error}"
         raise ConfigError(msg) from None
-    if not found:
+    if not result:
         msg = "expected a command such as 'python my_judge.py', got an empty one"
         raise ConfigError(msg)
-    if shutil.which(found[0]) is None:
-        msg = f"expected a judge that can be started, got '{line(found[0])[:_TOLD]}', which is no program here"
+    if shutil.which(result[0]) is None:
+        msg = f"expected a judge that can be started, got '{line(result[0])[:_SHOWN]}', which is no program here"
         raise ConfigError(msg)
-    return found
+    return result
 
 
-def answered(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
+def read_answers(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
     """Every line that the command writes, as soon as it does, until it ends.
 
     Raises PluginError where it cannot be started, is silent for more than `limit` seconds, writes a line without end,
     or leaves with another code than 0.
     """
-    with tempfile.TemporaryFile() as said, _started(command, said) as process:
+    with tempfile.TemporaryFile() as said, _start_process(command, said) as process:
         lines: queue.Queue[bytes] = queue.Queue()
         for work in (lambda: _write(process, questions), lambda: _read(process, lines)):
             threading.Thread(target=work, daemon=True).start()
-        while found := _next(lines, limit):
-            if len(found) > _LONGEST:
+        while result := _next_line(lines, limit):
+            if len(result) > _LONGEST:
                 msg = f"expected lines of at most {_LONGEST:,} bytes from the judge, got a longer one"
                 raise PluginError(msg)
-            yield found
+            yield result
         _check_end(process, limit, said)
 
 
 @contextmanager
-def _started(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+def _start_process(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """The process, in a session of its own, all of which is over when the block is left."""
     pipe = subprocess.PIPE
     try:
@@ -96,12 +96,12 @@ def _write(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
     """Line by line, an empty one at the end."""
     with cast("IO[bytes]", process.stdout) as stream:
-        while found := stream.readline(_LONGEST + 1):
-            lines.put(found)
+        while result := stream.readline(_LONGEST + 1):
+            lines.put(result)
     lines.put(b"")
 
 
-def _next(lines: queue.Queue[bytes], limit: float) -> bytes:
+def _next_line(lines: queue.Queue[bytes], limit: float) -> bytes:
     try:
         return lines.get(timeout=limit)
     except queue.Empty:
@@ -119,7 +119,7 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, said: IO[bytes]) 
     if code:
         said.seek(0)
         words = said.read().decode(errors="replace").strip().splitlines()
-        told = f": {line(words[-1])[:_TOLD]}" if words else ""
+        told = f": {line(words[-1])[:_SHOWN]}" if words else ""
         msg = f"expected a judge that ends with exit code 0, got {code}{told}"
         raise PluginError(msg)
 
@@ -168,11 +168,11 @@ def ask_judge(
             if question.is_tie and (question.sample, question.label) not in kept.found:
                 kept.keep(tie(question))
         progress(len(kept.found), len(questions))
-        _ask(judge, questions, kept, limit, progress)
+        _ask_missing(judge, questions, kept, limit, progress)
         return tuple(kept.found[one.sample, one.label] for one in questions)
 
 
-def _ask(
+def _ask_missing(
     judge: Judge, questions: Sequence[Question], kept: Kept, limit: float, progress: Callable[[int, int], None]
 ) -> None:
     """Ask what is not there yet. Raises PluginError where an answer belongs to no question, or one gets none."""
@@ -180,9 +180,9 @@ def _ask(
     if not todo:
         return
     left = dict(todo)
-    with closing(answered(judge.command, [one.line() for one in todo.values()], limit)) as answers:
+    with closing(read_answers(judge.command, [one.line() for one in todo.values()], limit)) as answers:
         for answer in filter(bytes.strip, answers):
-            said = _parsed(answer)
+            said = _parse_answer(answer)
             name = said.get("id")
             if not isinstance(name, str) or name not in left:
                 again = f"given already, of {todo[name].whose}" if isinstance(name, str) and name in todo else "unknown"
@@ -197,13 +197,13 @@ def _ask(
         raise PluginError(msg)
 
 
-def _parsed(answer: bytes) -> dict[str, object]:
+def _parse_answer(answer: bytes) -> dict[str, object]:
     try:
-        found = parse_json(answer.decode())
+        result = parse_json(answer.decode())
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         said = answer.decode(errors="replace").strip()
         msg = f"expected lines from the judge that are JSON objects, got '{line(said)[:60]}'"
         raise PluginError(msg)
-    return found
+    return result

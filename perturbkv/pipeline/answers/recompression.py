@@ -101,8 +101,8 @@ class Compressor:
 
     def compress(self, generated: int) -> None:
         """Compress every row that holds more than the limit."""
-        for place, config in enumerate(self.configs):
-            row = self.first + place
+        for index, config in enumerate(self.configs):
+            row = self.first + index
             before = mean_entries(self.cache, row)
             if before <= self.limit:
                 continue
@@ -111,11 +111,11 @@ class Compressor:
             after = mean_entries(self.cache, row)
             if config.in_cache:
                 self.cache.position_offsets[row] += round(before - after)  # its kept sets are equally long
-            self.done.append(Compression(place, generated, before, after, *stacked))
+            self.done.append(Compression(index, generated, before, after, *stacked))
 
     def room(self) -> int:
         """How many tokens can be read, one at least, before a row holds more than the limit."""
-        fullest = max(mean_entries(self.cache, self.first + place) for place in range(len(self.configs)))
+        fullest = max(mean_entries(self.cache, self.first + index) for index in range(len(self.configs)))
         return max(1, int(self.limit - fullest) + 1)
 
     def _compress_layer(
@@ -129,10 +129,10 @@ class Compressor:
         sample = f"{self.sample}/{generated}"
         view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
-        places = view.places(kept)
-        stays = view.take(places)
+        indices = view.places(kept)
+        stays = view.take(indices)
         if config.in_cache:
-            stays = positions.move_positions(stays, torch.cat(places), self.adapter.frequencies)
+            stays = positions.move_positions(stays, torch.cat(indices), self.adapter.frequencies)
         held.replace({row: stays})
         return view.perturbation(kept)
 
@@ -156,26 +156,26 @@ class _RowView:
         self.sets, self.longest = len(sets), max(self.lengths)
         self.group = adapter.heads // self.sets
         even = len(set(self.lengths)) == 1
-        self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
-        self.norms = _aligned([self._norms(part, resources) for part in self.parts], self.longest)
+        self.parts = [slice(0, self.sets)] if even else [slice(index, index + 1) for index in range(self.sets)]
+        self.norms = _align_ends([self._norms(part, resources) for part in self.parts], self.longest)
 
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """What the selection may look at; kept sets of one length are read at once."""
         window = min(config.window, self.longest)
         score = config.system.score.unpooled()
-        seen = [self._seen(part, str(part.start)).of_window(config.window) for part in self.parts]
+        seen = [self._view_part(part, str(part.start)).of_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in seen]
         lengths = torch.tensor(self.lengths, device=self.norms.device)
-        places = torch.arange(self.longest - window, device=self.norms.device)
+        indices = torch.arange(self.longest - window, device=self.norms.device)
         return LayerStatistics(
-            accumulated=_aligned(accumulated, self.longest - window),
+            accumulated=_align_ends(accumulated, self.longest - window),
             norms=self.norms[:, : self.longest - window],
             kv_heads=self.sets,
             layer=self.layer,
             layers=len(self.adapter.layers),
             sample=self.sample,
             head_scores=head_scores,
-            valid=places >= (self.longest - lengths).unsqueeze(-1),
+            valid=indices >= (self.longest - lengths).unsqueeze(-1),
             euclidean=self._euclidean()[:, : self.longest - window] if config.euclidean else None,
         )
 
@@ -185,20 +185,20 @@ class _RowView:
             row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
         ]
 
-    def take(self, places: Sequence[Tensor]) -> KeptEntries:
+    def take(self, indices: Sequence[Tensor]) -> KeptEntries:
         """The entries at these places, copied."""
         keys, values = (
-            [piece[rows] for piece, rows in zip(pieces, places, strict=True)] for pieces in (self.keys, self.values)
+            [piece[rows] for piece, rows in zip(pieces, indices, strict=True)] for pieces in (self.keys, self.values)
         )
         return KeptEntries.of(keys, values)
 
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
         """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
-        seen = [self._seen(part, "") for part in self.parts]
+        seen = [self._view_part(part, "") for part in self.parts]
         weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in seen]
-        attention = _aligned([entries for entries, _ in weights], self.longest)
+        attention = _align_ends([entries for entries, _ in weights], self.longest)
         sink = torch.cat([own for _, own in weights])
-        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
+        value = _align_ends([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
         everything = summands.sums(attention.unsqueeze(0)).mixed
         stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
@@ -207,11 +207,11 @@ class _RowView:
         moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
         return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
 
-    def _heads(self, part: slice) -> slice:
+    def _head_slice(self, part: slice) -> slice:
         return slice(part.start * self.group, part.stop * self.group)
 
-    def _seen(self, part: slice, name: str) -> LayerView:
-        heads, sinks = self._heads(part), self.adapter.sinks(self.layer)
+    def _view_part(self, part: slice, name: str) -> LayerView:
+        heads, sinks = self._head_slice(part), self.adapter.sinks(self.layer)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(
             queries=self.queries[heads],
@@ -228,7 +228,7 @@ class _RowView:
         )
 
     def _projection(self, part: slice) -> Tensor:
-        heads, d_head = self._heads(part), self.adapter.d_head
+        heads, d_head = self._head_slice(part), self.adapter.d_head
         return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
 
     def _norms(self, part: slice, resources: Resources) -> Tensor:
@@ -236,14 +236,14 @@ class _RowView:
 
     def _euclidean(self) -> Tensor:
         """‖V_i W_O^h‖₂ (head, longest)."""
-        found = [
+        result = [
             euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
             for part in self.parts
         ]
-        return _aligned(found, self.longest)
+        return _align_ends(result, self.longest)
 
 
-def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:
+def _align_ends(pieces: Sequence[Tensor], longest: int) -> Tensor:
     """Pieces (…, length) of different lengths, one below the other, zeros before the shorter ones."""
     return torch.cat([torch.nn.functional.pad(piece, (longest - piece.shape[-1], 0)) for piece in pieces])
 

@@ -22,7 +22,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
-_TOGETHER = 16
+_TOKENS_PER_PASS = 16
 """Tokens read in one pass at most: their logits, of all caches, lie there at once."""
 
 
@@ -42,7 +42,7 @@ class Divergence:
 
 
 @torch.inference_mode()
-def follow(
+def teacher_force(
     adapter: Adapter,
     cache: CompactCache,
     question: Sequence[int],
@@ -55,48 +55,48 @@ def follow(
     The first row keeps everything; the plain model's cache are its entries. `compressor` is the cache's; `check` looks
     at all logits.
     """
-    rows, looked = cache.layers[0].batch, check or FiniteCheck()
-    reference = SharedCache(_whole(adapter, cache))
+    rows, finite = cache.layers[0].batch, check or FiniteCheck()
+    reference = SharedCache(_full_cache_of_first_row(adapter, cache))
     watch = Observer(attention=None if compressor is None else compressor.watch)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
         """Logits after each of these tokens: the reference's (token, vocab), every row's (row, token, vocab)."""
         batch = ids.unsqueeze(0).expand(rows, -1)
         with decode_shared(adapter):
-            full = _logits(adapter, reference, batch, looked)[0]
+            full = _logits(adapter, reference, batch, finite)[0]
         with decode_from(adapter, cache), capture(adapter, watch):
-            return full, _logits(adapter, cache, batch, looked)
+            return full, _logits(adapter, cache, batch, finite)
 
-    for part in torch.split(on_device(list(question), adapter.device), _TOGETHER) if question else ():
+    for part in torch.split(on_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
         read(part)
-    ids, found = on_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
-    while len(found) < len(tokens):
+    ids, result = on_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
+    while len(result) < len(tokens):
         if compressor is not None:
-            compressor.compress(len(found) + 1)
-        ahead = _TOGETHER if compressor is None else min(_TOGETHER, compressor.room())
-        full, evicted = read(ids[len(found) : len(found) + ahead])
-        found += [theory.logit_divergence(full[place], evicted[:, place]) for place in range(len(full))]
-    return _joined(found, rows)
+            compressor.compress(len(result) + 1)
+        ahead = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.room())
+        full, evicted = read(ids[len(result) : len(result) + ahead])
+        result += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
+    return _make_divergence(result, rows)
 
 
-def _whole(adapter: Adapter, cache: CompactCache) -> Cache:
+def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
     """The first row's entries, which are all there were, as the model's own kind of cache."""
     kinds = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
-    found = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
+    result = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
     held = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
-    return rebuild_cache(adapter, found, held)
+    return rebuild_cache(adapter, result, held)
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    check.look(LOGITS, logits)
+    check.check(LOGITS, logits)
     return logits
 
 
-def _joined(found: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
+def _make_divergence(result: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
     """What the first row shows is rounding; a KL below 0 is too."""
-    if not found:
+    if not result:
         nothing = torch.zeros(rows - 1, 0)
         return Divergence(nothing, nothing > 0, nothing[:0].sum(dim=0))
-    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*found, strict=True))
+    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*result, strict=True))
     return Divergence(kl[1:].clamp(min=0), top1[1:], kl[0].clamp(min=0))

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from perturbkv import memory as room
+from perturbkv import memory as memory
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.pipeline.sample.layer import ENTRIES
+from perturbkv.pipeline.sample.layer import LOST_ENTRIES
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 
 _DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
@@ -80,35 +80,35 @@ def memory_bytes(planned: Plan) -> int:
     return weights + planned.caches_bytes() + planned.resources.chunk_bytes
 
 
-def advice(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
+def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
     """Options each of which alone makes the run fit what it does not; none where it fits, or where nothing does."""
-    found = footprint(planned)
-    on_disk = _less_disk(planned, found, disk_free) if found.disk > disk_free else ()
-    return [*on_disk, *(_less_memory(planned, memory_free) if found.memory > memory_free else ())]
+    result = footprint(planned)
+    on_disk = _options_for_disk(planned, result, disk_free) if result.disk > disk_free else ()
+    return [*on_disk, *(_options_for_memory(planned, memory_free) if result.memory > memory_free else ())]
 
 
-def _less_disk(planned: Plan, found: Footprint, free: int) -> Iterator[str]:
+def _options_for_disk(planned: Plan, result: Footprint, free: int) -> Iterator[str]:
     others = {
         "--no-kept": replace(planned, kept=False),
         "--no-text": replace(planned, text=False),
         "no --save outputs": replace(planned, run=replace(planned.run, save=())),
     }
     yield from (name for name, other in others.items() if other != planned and footprint(other).disk <= free)
-    ends = found.file + np.cumsum(found.samples) + np.cumsum(found.journal)
+    ends = result.file + np.cumsum(result.samples) + np.cumsum(result.journal)
     if fitting := int(np.searchsorted(ends, free, side="right")):
         yield f"--samples {fitting}, and the others elsewhere"
 
 
-def _less_memory(planned: Plan, free: int) -> Iterator[str]:
-    shape, largest = _shape(planned), planned.batches.largest_bytes
-    least = max(_rows(planned, shape))
+def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
+    shape, largest = _plan_shape(planned), planned.batches.largest_bytes
+    least = max(_row_bytes(planned, shape))
     if least < largest and memory_bytes(planned) - largest + least <= free:
         yield f"--max-memory {math.ceil(least / 2**20)}MiB"
-    if planned.placement.dtype.itemsize > 2 and _in_16_bits(planned) <= free:
+    if planned.placement.dtype.itemsize > 2 and _memory_in_16_bits(planned) <= free:
         yield "--dtype bfloat16"
 
 
-def _in_16_bits(planned: Plan) -> int:
+def _memory_in_16_bits(planned: Plan) -> int:
     """Memory with numbers of two bytes; caches shrink as these do."""
     import torch
 
@@ -116,12 +116,12 @@ def _in_16_bits(planned: Plan) -> int:
     return weights + planned.caches_bytes() * 2 // planned.placement.dtype.itemsize + planned.resources.chunk_bytes
 
 
-def _shape(planned: Plan) -> Shape:
+def _plan_shape(planned: Plan) -> Shape:
     dtype = planned.placement.dtype
     return Shape.of(planned.files.config, dtype.itemsize, planned.files.weights_bytes(dtype))
 
 
-def _rows(planned: Plan, shape: Shape) -> list[int]:
+def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
     """Bytes of each configuration alone, of the longest prompt."""
     run, prompts = planned.run, planned.prompts
     tokens = max(len(one.parts(run.scenario)[0]) for one in prompts)
@@ -131,12 +131,12 @@ def _rows(planned: Plan, shape: Shape) -> list[int]:
 
 def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
     """Bytes of a sample in the trace, and in the journal, which compresses nothing and holds no text."""
-    run, shape = planned.run, _shape(planned)
-    sizes = _sizes(run, shape, read)
+    run, shape = planned.run, _plan_shape(planned)
+    sizes = _axis_lengths(run, shape, read)
     codes = _code_bytes(run, shape, tokens) if planned.kept else 0
     text = _PER_TOKEN * read + _answer_bytes(run) if planned.text else 0
     stored, raw = codes * _CODES + text, _ENTRY + float(codes)
-    for name in _names(planned):
+    for name in _fixed_size_variables(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
         length = math.prod(sizes[axis] for axis in dims) * np.dtype(dtype).itemsize
         deflated = 0.95 if name == DIGEST else _DEFLATED[dtype] if dims else 1
@@ -149,13 +149,13 @@ def _answer_bytes(run: RunConfig) -> int:
     return (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
 
 
-def _sizes(run: RunConfig, shape: Shape, read: int) -> dict[str, int]:
+def _axis_lengths(run: RunConfig, shape: Shape, read: int) -> dict[str, int]:
     heads = {"layer": shape.layers, "head": shape.heads, "d_head": shape.d_head, "d_model": shape.d_model}
-    counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": ENTRIES}
+    counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
     return {**heads, **counts, "key": read + run.steps}
 
 
-def _names(planned: Plan) -> list[str]:
+def _fixed_size_variables(planned: Plan) -> list[str]:
     """The variables of a sample that lie along axes of one length, or have none."""
     left_out = {
         *TEXT,
@@ -170,13 +170,13 @@ def _names(planned: Plan) -> list[str]:
 
 def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
     """Codes of all configurations: of each kept set a mask, or a byte for each entry where these are fewer."""
-    found = 0
+    result = 0
     for config in run.configs:
         sets = shape.heads if config.granularity.name == "query" else shape.kv_heads
-        found += shape.layers * sets * min(mask_bytes(tokens), config.kept_entries(tokens))
-    return found
+        result += shape.layers * sets * min(mask_bytes(tokens), config.kept_entries(tokens))
+    return result
 
 
 def free_memory(planned: Plan) -> int:
     """Bytes that the run may take where it computes."""
-    return room.free(planned.placement.device)
+    return memory.free(planned.placement.device)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from perturbkv.models.adapter import Adapter
 
 
-def passing(run: ResolvedRun) -> bool:
+def is_single_pass(run: ResolvedRun) -> bool:
     """Whether evicted caches are read once or, with a question, twice, and all they hold lies in the full one as well.
 
     Copying the kept entries out for each pass then takes less than holding them.
@@ -45,12 +45,12 @@ def passing(run: ResolvedRun) -> bool:
     return run.steps == 1 and not run.generate and not changed
 
 
-def batches_of(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
+def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
     """The batches of one prompt. Raises ConfigError where a configuration exceeds the bound on memory."""
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
-    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=passing(run))
+    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=is_single_pass(run))
 
 
 _log = logging.getLogger(__name__)
@@ -103,12 +103,12 @@ class Plan:
 
         Raises ModelError, and NoMemoryError where the device does not hold them.
         """
-        place = self.placement
-        if self.loaded is None and place.device_map == "none":
-            check_memory(self.files, place.dtype, place.device, self.caches_bytes())
-        return self.loaded or load_weights(self.files, place.dtype, place.device, self.run.seed, place.device_map)
+        index = self.placement
+        if self.loaded is None and index.device_map == "none":
+            check_memory(self.files, index.dtype, index.device, self.caches_bytes())
+        return self.loaded or load_weights(self.files, index.dtype, index.device, self.run.seed, index.device_map)
 
-    def narrowed(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
+    def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
         """The plan of some of the prompts, by their ids, at other configurations. Raises PerturbkvErrors."""
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
         asked = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
@@ -138,13 +138,13 @@ def plan(
     entries.check_positions(resolved, files.config, files.name)
     presses.check_sources(resolved, files.config, files.name)
     alpha_table.check([config.alpha for config in configs], files.config)
-    generate = _own_length(prompts) if settings.generate is None else settings.generate
+    generate = _answer_length(prompts) if settings.generate is None else settings.generate
     selections.check_sparse_prefill(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
-    graded = _grading(prompts, settings.scored) if generate else {}
-    fit = fitting(resolved, prompts, settings.scenario, settings.leave_out_unfit)
+    graded = _grading_metrics(prompts, settings.scored) if generate else {}
+    fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
@@ -171,12 +171,12 @@ def plan(
     shape = Shape.of(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     check_fill([config.precision for config in configs], shape.d_head, files.name)
     if generate and settings.scored:
-        resources = _with_room(resources, shape, run, prompts, placement, loaded)
-    batches = _batches(shape, ResolvedRun.of(run, fit), prompts, resources)
+        resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
+    batches = _largest_batches(shape, ResolvedRun.of(run, fit), prompts, resources)
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
 
 
-def _own_length(prompts: Prompts) -> int:
+def _answer_length(prompts: Prompts) -> int:
     """Tokens of an answer at most, as the data say; told where some of a file's data sets say less."""
     length, recorded = prompts.generation_length, prompts.options.get("wording", {})
     own = {name: one["generation_length"] for name, one in recorded.items() if "generation_length" in one}
@@ -189,14 +189,14 @@ def _own_length(prompts: Prompts) -> int:
     return length
 
 
-def _grading(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
+def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
     """The names of the metrics that grade the prompts' answers. Raises DatasetError where one cannot."""
     if scored:
         grading.check_answers(prompts)
     return {METRICS: sorted({metric.name for metric in grading.metrics_of(prompts).values()})}
 
 
-def fitting(
+def fitting_configs(
     configs: Sequence[ResolvedConfig], prompts: Sequence[Prompt], scenario: str, leave_out_unfit: bool
 ) -> tuple[ResolvedConfig, ...]:
     """The configurations whose budget exceeds the window in every prompt.
@@ -230,7 +230,7 @@ def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, 
         check_long_rotations(model_config, read, total, prompt.sample_id, name, after)
 
 
-def _with_room(
+def _bound_memory(
     resources: Resources,
     shape: Shape,
     run: RunConfig,
@@ -254,7 +254,7 @@ def _with_room(
     return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
 
 
-def _batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
+def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
     """How the configurations of the largest prompt are decoded. Raises ConfigError where one exceeds the bound."""
-    planned = [batches_of(prompt, run, shape, resources) for prompt in prompts]
+    planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.places), batches.largest_bytes))

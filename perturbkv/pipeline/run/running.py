@@ -84,20 +84,20 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
 
     def read(name: str) -> NDArray[Any]:
         if not text:
-            text.update(_decoded(prompt, decode))
+            text.update(_decode_text(prompt, decode))
         return text[name]
 
-    return LazyArrays({name: _stored(name, value) for name, value in held.items()}, _DECODED, read)
+    return LazyArrays({name: _as_variable(name, value) for name, value in held.items()}, _DECODED, read)
 
 
-def _decoded(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
-    found = pieces(prompt.token_ids, decode)
-    ends = np.cumsum([len(piece) for piece in found])
-    values = ([0, *ends[:-1]], "".join(found))
-    return {name: _stored(name, value) for name, value in zip(_DECODED, values, strict=True)}
+def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
+    result = pieces(prompt.token_ids, decode)
+    ends = np.cumsum([len(piece) for piece in result])
+    values = ([0, *ends[:-1]], "".join(result))
+    return {name: _as_variable(name, value) for name, value in zip(_DECODED, values, strict=True)}
 
 
-def _stored(name: str, value: Any) -> NDArray[Any]:
+def _as_variable(name: str, value: Any) -> NDArray[Any]:
     return np.asarray(value).astype(VARIABLES[name].dtype)
 
 
@@ -183,9 +183,9 @@ def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool,
     writer = TraceWriter(
         path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals, planned.kept
     )
-    _say_what_is_there(planned, writer.missing())
-    _say_whose_text_changes(planned, writer.changing_text())
-    _say_whose_positions_go(*writer.changing_kept())
+    _log_earlier_samples(planned, writer.missing())
+    _log_text_changes(planned, writer.changing_text())
+    _log_kept_changes(*writer.changing_kept())
     return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
 
 
@@ -194,7 +194,7 @@ def measure_missing(
 ) -> Path:
     """Measure what is missing of `total` samples, and finish. Raises as `run_to_file`."""
     missing = writer.missing()
-    _say_what_is_special(planned)
+    _log_peculiarities(planned)
 
     left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
 
@@ -222,7 +222,7 @@ def measure_missing(
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
     """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
-    _say_what_is_special(planned)
+    _log_peculiarities(planned)
     measured: dict[str, list[tuple[SampleTrace | FailedSample, list[str]]]] = {}
     total = len(planned.prompts)
     progress(0, total)
@@ -234,11 +234,11 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
     texts, labels = texts_of(planned), planned.run.labels()
-    samples = [with_text(_whole(measured[name], labels), texts) for name in planned.prompts.ids]
+    samples = [with_text(_join_parts(measured[name], labels), texts) for name in planned.prompts.ids]
     return Trace.of(planned.run, samples, provenance(planned))
 
 
-def _whole(
+def _join_parts(
     parts: Sequence[tuple[SampleTrace | FailedSample, list[str]]], labels: Sequence[str]
 ) -> SampleTrace | FailedSample:
     """A sample from its parts; one of which a part failed is failed."""
@@ -254,7 +254,7 @@ def texts_of(planned: Plan) -> Texts:
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 
-def _say_what_is_there(planned: Plan, missing: Missing) -> None:
+def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
     """What an earlier run has measured already, in samples and in configurations."""
     samples, configs = len(planned.prompts), len(planned.run.configs)
     done = samples - len(missing)
@@ -269,7 +269,7 @@ def _say_what_is_there(planned: Plan, missing: Missing) -> None:
         )  # fmt: skip
 
 
-def _say_whose_text_changes(planned: Plan, changing: int) -> None:
+def _log_text_changes(planned: Plan, changing: int) -> None:
     """Text is no number: samples that are there get it, or lose it, without being measured again."""
     if changing:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
@@ -277,7 +277,7 @@ def _say_whose_text_changes(planned: Plan, changing: int) -> None:
         _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
 
 
-def _say_whose_positions_go(leaving: int, lacking: int) -> None:
+def _log_kept_changes(leaving: int, lacking: int) -> None:
     """Kept positions are measured: they can be taken out of samples that are there, and not be added to them."""
     if leaving:
         _log.info(
@@ -290,7 +290,7 @@ def _say_whose_positions_go(leaving: int, lacking: int) -> None:
         )  # fmt: skip
 
 
-def _say_what_is_special(planned: Plan) -> None:
+def _log_peculiarities(planned: Plan) -> None:
     """Prompts that were cut, configurations that evict nothing, weights that mean nothing."""
     prompts, run = planned.prompts, planned.run
     if prompts.cut:

@@ -30,7 +30,7 @@ from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 from perturbkv.storage.json_lines import SAMPLE, SampleLines
 
 _Config = TypeVar("_Config", bound=EvictionConfig)
-Place = tuple[int, int]
+HeadIndex = tuple[int, int]
 """A measured layer's place and a query head."""
 
 
@@ -51,21 +51,21 @@ class HeadView:
 
 
 @torch.inference_mode()
-def head_views(sample: SampleRun, heads: Sequence[Place]) -> Iterator[HeadView]:
+def head_views(sample: SampleRun, heads: Sequence[HeadIndex]) -> Iterator[HeadView]:
     """Yield the chosen heads of one prompt, layer by layer, at the first decode step from the full cache (METHOD).
 
     All configurations have one window. Raises ActivationError for NaN or Inf.
     """
     sample.prefill.finite.raise_if_not(sample.prompt.sample_id)
     for index in dict.fromkeys(sorted(layer for layer, _ in heads)):
-        yield from _of_layer(sample, sample.layer(index), [head for at, head in heads if at == index])
+        yield from _layer_views(sample, sample.layer(index), [head for at, head in heads if at == index])
 
 
-def _of_layer(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iterator[HeadView]:
+def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iterator[HeadView]:
     step, configs = sample.full.steps[0], sample.run.configs
     weights, sinks = layer.weights(step)
-    masks = _masks(layer, configs, weights)
-    always = _always(configs, layer.tokens, step.entries)
+    masks = _kept_masks(layer, configs, weights)
+    always = _always_kept(configs, layer.tokens, step.entries)
     for head in heads:
         value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]
         projected = value.to(theory.WORK) @ layer.slices[head]
@@ -73,21 +73,21 @@ def _of_layer(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iter
         yield HeadView(layer.index, head, entries, tuple(_with_decoded(mask[head], step.entries) for mask in masks))
 
 
-def _always(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
+def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
     """What stays in every configuration whatever its scores: the window, what all protect, and what was decoded."""
     ends = [config.ends(prompt_tokens) for config in configs]
     first, recent = min(one.first for one in ends), min(one.recent for one in ends)
     begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
-    place = np.arange(entries)
-    return np.asarray((place < first) | (place >= begin))
+    index = np.arange(entries)
+    return np.asarray((index < first) | (index >= begin))
 
 
-def _masks(layer: FullLayer, configs: Sequence[ResolvedConfig], weights: Tensor) -> list[Tensor]:
+def _kept_masks(layer: FullLayer, configs: Sequence[ResolvedConfig], weights: Tensor) -> list[Tensor]:
     """Return, per configuration, (head, n): True where an entry stays."""
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
     for group in layer.groups(configs, weights):
-        found |= dict(zip(group.places, group.kept_sets().kept, strict=True))
-    return [found[place] for place in range(len(configs))]
+        result |= dict(zip(group.places, group.kept_sets().kept, strict=True))
+    return [result[index] for index in range(len(configs))]
 
 
 def _with_decoded(mask: Tensor, entries: int) -> Kept:
@@ -98,7 +98,7 @@ def _with_decoded(mask: Tensor, entries: int) -> Kept:
 
 
 @dataclass(frozen=True)
-class Searches:
+class SearchSettings:
     """How many heads of each prompt are searched, and how.
 
     Attributes:
@@ -133,23 +133,23 @@ class Searches:
             raise BudgetError(msg)
 
 
-def check(configs: Sequence[EvictionConfig], asked: Searches) -> None:
+def check(configs: Sequence[EvictionConfig], asked: SearchSettings) -> None:
     """Raise ConfigError for configurations whose sets of one head are not all of one size, or are not all there is.
 
     BudgetError where what always stays leaves nothing to choose in a prefix that is searched.
     """
     for config in configs:
-        if wrong := _other(config):
+        if wrong := _unsupported_property(config):
             msg = f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
             raise ConfigError(msg)
     if len({config.window for config in configs}) > 1:
         msg = f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
         raise ConfigError(msg)
     if asked.proven:
-        of_prefix(configs, asked)
+        prefix_configs(configs, asked)
 
 
-def _other(config: EvictionConfig) -> str:
+def _unsupported_property(config: EvictionConfig) -> str:
     """What of a configuration makes its sets others than those that are searched; empty where nothing does."""
     kind = registry.info(config.policy.name)
     reasons = {
@@ -163,9 +163,9 @@ def _other(config: EvictionConfig) -> str:
     return next((words for words, met in reasons.items() if met), "")
 
 
-def of_prefix(configs: Sequence[_Config], asked: Searches) -> list[_Config]:
+def prefix_configs(configs: Sequence[_Config], asked: SearchSettings) -> list[_Config]:
     """The first budget's configurations on a prefix. Raises BudgetError where too few entries are left to choose."""
-    first, *_ = by_budget(configs)
+    first, *_ = group_by_budget(configs)
     try:
         return [replace(one, budget=Budget(asked.budget), window=asked.window) for one in first]
     except BudgetError as error:
@@ -174,42 +174,42 @@ def of_prefix(configs: Sequence[_Config], asked: Searches) -> list[_Config]:
 
 
 def search_samples(
-    planned: Plan, asked: Searches, lines: SampleLines, finished: Callable[[int, int], None]
+    planned: Plan, asked: SearchSettings, lines: SampleLines, finished: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
     """A line per prompt of the plan, in its order; prompts whose lines are there are not searched again."""
     total = len(planned.prompts)
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.done]
     finished(total - len(todo), total)
     for prompt, adapter in zip(todo, [planned.model()] * len(todo) if todo else [], strict=True):
-        lines.add({SAMPLE: prompt.sample_id, "heads": list(_searched(planned, adapter, prompt, asked))})
+        lines.add({SAMPLE: prompt.sample_id, "heads": list(_search_prompt(planned, adapter, prompt, asked))})
         finished(len(lines.rows), total)
     return lines.of(planned.prompts.ids)
 
 
-def _searched(planned: Plan, adapter: Adapter, prompt: Prompt, asked: Searches) -> Iterator[dict[str, Any]]:
+def _search_prompt(planned: Plan, adapter: Adapter, prompt: Prompt, asked: SearchSettings) -> Iterator[dict[str, Any]]:
     """An object per head, budget and part."""
     context, _ = prompt.parts(planned.run.scenario)
     draw = np.random.default_rng([asked.seed, zlib.crc32(prompt.sample_id.encode())])
-    heads, prefix_heads = (_drawn(draw, adapter, count) for count in (asked.heads, asked.proven))
-    for configs in by_budget(planned.configs):
+    heads, prefix_heads = (_draw_heads(draw, adapter, count) for count in (asked.heads, asked.proven))
+    for configs in group_by_budget(planned.configs):
         for view in _views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
-            yield _told(PROMPT, configs[0], view, search(view.entries, view.kept, asked.seconds))
+            yield _search_row(PROMPT, configs[0], view, search(view.entries, view.kept, asked.seconds))
     if not prefix_heads:
         return
-    short = of_prefix(planned.configs, asked)
+    short = prefix_configs(planned.configs, asked)
     run = replace(planned.resolved, configs=tuple(short), scenario="regular")
     part = replace(prompt, token_ids=tuple(prefix(context, asked.prefix)), question_tokens=0)
     for view in _views(planned, adapter, part, run, prefix_heads):
-        found = prove(view.entries, view.kept, asked.seconds, asked.seed)
-        yield _told(PREFIX, short[0], view, found)
+        result = prove(view.entries, view.kept, asked.seconds, asked.seed)
+        yield _search_row(PREFIX, short[0], view, result)
 
 
-def by_budget(configs: Sequence[_Config]) -> list[list[_Config]]:
+def group_by_budget(configs: Sequence[_Config]) -> list[list[_Config]]:
     """The configurations of each budget, in the order in which budgets come."""
-    found: dict[Budget, list[_Config]] = {}
+    result: dict[Budget, list[_Config]] = {}
     for config in configs:
-        found.setdefault(config.budget, []).append(config)
-    return list(found.values())
+        result.setdefault(config.budget, []).append(config)
+    return list(result.values())
 
 
 def prefix(context: Sequence[int], tokens: int) -> Sequence[int]:
@@ -221,11 +221,11 @@ def prefix(context: Sequence[int], tokens: int) -> Sequence[int]:
     return [context[0], *context[begin : begin + tokens - 1]]
 
 
-def _drawn(draw: np.random.Generator, adapter: Adapter, count: int) -> list[Place]:
+def _draw_heads(draw: np.random.Generator, adapter: Adapter, count: int) -> list[HeadIndex]:
     """So many heads of all, each once."""
     total = len(adapter.layers) * adapter.heads
-    places = draw.permutation(total)[:count]
-    return [divmod(int(place), adapter.heads) for place in np.sort(places)]
+    indices = draw.permutation(total)[:count]
+    return [divmod(int(index), adapter.heads) for index in np.sort(indices)]
 
 
 def _views(
@@ -233,13 +233,13 @@ def _views(
     adapter: Adapter,
     prompt: Prompt,
     run: ResolvedRun,
-    heads: Sequence[Place],
+    heads: Sequence[HeadIndex],
 ) -> Iterator[HeadView]:
     if heads:
         sample = SampleRun.read(adapter, prompt, replace(run, steps=1), planned.resources, rows=1)
         yield from head_views(sample, heads)
 
 
-def _told(part: str, config: EvictionConfig, view: HeadView, found: HeadSearch) -> dict[str, Any]:
+def _search_row(part: str, config: EvictionConfig, view: HeadView, result: HeadSearch) -> dict[str, Any]:
     """As a line holds it."""
-    return {"part": part, "budget": str(config.budget), "layer": view.layer, "head": view.head, **asdict(found)}
+    return {"part": part, "budget": str(config.budget), "layer": view.layer, "head": view.head, **asdict(result)}

@@ -66,9 +66,9 @@ def run_shard(
     """
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
-    place = ShardJournal(path, shard).path
-    check_place(place)
-    with _alone(path, place, wait, lambda: _all_done(path, record, overwrite)) as lock:
+    index = ShardJournal(path, shard).path
+    check_place(index)
+    with _lock_shard(path, index, wait, lambda: _all_done(path, record, overwrite)) as lock:
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
         missing = writer.missing()
@@ -77,13 +77,13 @@ def run_shard(
                       len(samples), shard)  # fmt: skip
         measure_missing(planned, engine, writer, lock, path, len(samples), progress)
         failures = writer.failures()
-    if _joined(planned, path, record, overwrite):
+    if _join_if_complete(planned, path, record, overwrite):
         return path
     return ShardDone(path, shard, samples, len(configs), failures, tuple(done(path, record, overwrite)))
 
 
 @contextmanager
-def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> Iterator[Lock]:
+def _lock_shard(path: Path, index: Path, wait: bool, joining: Callable[[], bool]) -> Iterator[Lock]:
     """The shard's lock, held while nobody holds the trace's: who joins shards looks at both in the other order.
 
     Raises HeldError, or waits, for the trace without keeping the shard from who joins it; a joining is always awaited.
@@ -93,7 +93,7 @@ def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> 
             check_free(path)
         except HeldError:
             wait_until_free(path, wait or joining())
-        with Lock(place, wait) as lock:
+        with Lock(index, wait) as lock:
             try:
                 check_free(path)
             except HeldError:
@@ -109,7 +109,7 @@ def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
     return len(done(path, record, overwrite)) == record.shard.count
 
 
-def _joined(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
+def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Whether all shards were there and this process joined them; where another one does it, it does not."""
     if not _all_done(path, record, overwrite):
         return False

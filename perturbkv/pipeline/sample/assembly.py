@@ -22,11 +22,11 @@ from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.devices import stack_on
 from perturbkv.pipeline.answers import grading
-from perturbkv.pipeline.sample.layer import LayerResult, order
+from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import quantised
-from perturbkv.pipeline.variants.sparse_prefill import OwnPrefill
+from perturbkv.pipeline.variants.sparse_prefill import SparsePrefill
 from perturbkv.schema import VARIABLES
 
 
@@ -43,7 +43,7 @@ class BatchResult:
         generated: tokens of each configuration's answer by its place, and in one of the batches the full cache's under
             None; empty where nothing is generated.
         isolated: of configurations in few bits, or corrected, by their place (step, name, layer, head), names as
-            `quantised.NAMES`; NaN where that changes nothing.
+            `quantised.ISOLATED_VARIABLES`; NaN where that changes nothing.
         own: of configurations that have one, by their place, the prefill along lines.
     """
 
@@ -55,7 +55,7 @@ class BatchResult:
     padding_bytes: int
     generated: dict[int | None, list[int]]
     isolated: dict[int, Tensor]
-    own: Mapping[int, OwnPrefill] = field(default_factory=dict)
+    own: Mapping[int, SparsePrefill] = field(default_factory=dict)
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
@@ -67,7 +67,7 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens.tolist(),
         "steps_measured": len(tokens),
-        "evicted": [any(min(layer[place]) < n for layer in lengths) for place in range(len(sample.run.configs))],
+        "evicted": [any(min(layer[index]) < n for layer in lengths) for index in range(len(sample.run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
@@ -76,7 +76,7 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
     """(config, step, layer, head) from per layer, per step (config, head); noise floors without config."""
-    back = _inverse(order(layers[0].groups))
+    back = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
         stacked = stack_on(device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1)
@@ -85,20 +85,20 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
     return arrays
 
 
-def changed_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
+def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
     """The isolated perturbations of `arrays`, of configurations in few bits or corrected as these really perturb."""
-    found = {name: arrays[name].copy() for name in quantised.NAMES}
+    result = {name: arrays[name].copy() for name in quantised.ISOLATED_VARIABLES}
     for batch in batches:
-        for place, moved in batch.isolated.items():
-            for name, array in zip(quantised.NAMES, moved.unbind(dim=1), strict=True):
+        for index, moved in batch.isolated.items():
+            for name, array in zip(quantised.ISOLATED_VARIABLES, moved.unbind(dim=1), strict=True):
                 own = to_numpy(array, VARIABLES[name].dtype)
-                found[name][place] = np.where(np.isnan(own), found[name][place], own)
-    return found
+                result[name][index] = np.where(np.isnan(own), result[name][index], own)
+    return result
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
     """(config, layer, head, lost_entry) from per layer (config, head, lost_entry); C of every head without config."""
-    back = _inverse(order(layers[0].groups))
+    back = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].lost:
         dims = VARIABLES[name].dims
@@ -110,7 +110,7 @@ def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
 
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
     """Variables of the decode steps, in the run's order of configurations; what all batches measured from the first."""
-    back = _inverse([place for batch in batches for place in batch.places])
+    back = _inverse_order([index for batch in batches for index in batch.places])
     arrays = {}
     for name in batches[0].steps[0]:
         dims = VARIABLES[name].dims
@@ -131,15 +131,15 @@ def kept_arrays(
     rows, start = [], 0
     for batch in batches:
         for layer, masks in enumerate(batch.kept):
-            own = [lengths[layer][place] for place in batch.order]
+            own = [lengths[layer][index] for index in batch.order]
             code, taken = kept_codec.of_masks(to_numpy(masks, "uint8"), np.concatenate(own))
             begins = start + taken.cumsum() - taken
             for values, held in ((begins, offsets), (taken, sizes), (np.concatenate(own), counts)):
-                _spread(values, own, batch.order, held[:, layer])
+                _assign_to_heads(values, own, batch.order, held[:, layer])
             rows.append(code)
             start += len(code)
-    for layer, found in enumerate(layers):
-        for group in found.groups:
+    for layer, result in enumerate(layers):
+        for group in result.groups:
             first = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
             stage1[list(group.places), layer] = to_numpy(first, "int64")
     return {
@@ -148,36 +148,36 @@ def kept_arrays(
     }  # fmt: skip
 
 
-def _spread(values: NDArray[Any], own: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
+def _assign_to_heads(values: NDArray[Any], own: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
     """Numbers of each kept set of the configurations in `order`, to every head that shares it: (config, head)."""
     ends = np.cumsum([len(sets) for sets in own])[:-1]
-    for place, found in zip(order, np.split(values, ends), strict=True):
-        heads[place] = found.repeat(heads.shape[1] // len(found))
+    for index, result in zip(order, np.split(values, ends), strict=True):
+        heads[index] = result.repeat(heads.shape[1] // len(result))
 
 
-def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
+def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
     """(config,) entries of all layers and kept sets over those of the full cache (METHOD: a budget is not a share)."""
-    held = [sum(sum(layer[place]) for layer in lengths) for place in range(len(lengths[0]))]
+    held = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
     return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
 
 def prefill_arrays(
     batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], held: NDArray[np.float64], seconds: float
 ) -> Arrays:
-    """Of configurations with a prefill along lines what it took, and `held_share` as what its queries look at.
+    """Of configurations with a prefill along lines what it took, and `cached_shares` as what its queries look at.
 
     That of a budget which covers the prompt is the full one, which took `seconds`; the others have none: NaN.
     """
     shares, took = held.copy(), np.full(len(configs), np.nan)
-    for place in (place for place, config in enumerate(configs) if config.lined):
-        shares[place], took[place] = 1.0, seconds
+    for index in (index for index, config in enumerate(configs) if config.lined):
+        shares[index], took[index] = 1.0, seconds
     for batch in batches:
-        for place, own in batch.own.items():
-            shares[place], took[place] = own.share, own.seconds
+        for index, own in batch.own.items():
+            shares[index], took[index] = own.share, own.seconds
     return {"held_share": shares, "prefill_seconds": took, "prefill_seconds_full": np.array(seconds)}
 
 
-def held_bytes(
+def cached_bytes(
     lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], shape: Shape, prompt_tokens: int
 ) -> Arrays:
     """(config,) bytes of the evicted caches' entries and of what stands in for others, and of the full cache's.
@@ -187,10 +187,10 @@ def held_bytes(
     full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
     held = [
         sum(
-            layer_bits(config, layer[place], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
+            layer_bits(config, layer[index], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
             for layer in lengths
         )
-        for place, config in enumerate(configs)
+        for index, config in enumerate(configs)
     ]
     return {"held_bytes": np.array(held, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
 
@@ -198,8 +198,8 @@ def held_bytes(
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
     """Return what each row generated, the full cache's first, and how good it is."""
     prompt, most = sample.prompt, sample.run.generate
-    made = {place: tokens for batch in batches for place, tokens in batch.generated.items()}
-    rows = [made[None], *(made[place] for place in range(len(made) - 1))]
+    made = {index: tokens for batch in batches for index, tokens in batch.generated.items()}
+    rows = [made[None], *(made[index] for index in range(len(made) - 1))]
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
     texts = [grading.text_of(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}
@@ -220,12 +220,12 @@ def attention_array(layers: Sequence[LayerResult]) -> Arrays:
     return {"attention_full": to_numpy(stacked, VARIABLES["attention_full"].dtype)}
 
 
-def with_all_steps(arrays: Arrays, steps: int) -> Arrays:
+def pad_steps(arrays: Arrays, steps: int) -> Arrays:
     """The arrays with `steps` places along `step`; past the end of the text NaN, token -1, other integers 0."""
-    return {name: _padded(name, array, steps) for name, array in arrays.items()}
+    return {name: _pad_variable(name, array, steps) for name, array in arrays.items()}
 
 
-def _padded(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
+def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
     dims = VARIABLES[name].dims
     if "step" not in dims:
         return array
@@ -238,6 +238,6 @@ def _as_arrays(values: dict[str, object]) -> Arrays:
     return {name: np.asarray(value).astype(VARIABLES[name].dtype) for name, value in values.items()}
 
 
-def _inverse(places: Sequence[int]) -> list[int]:
+def _inverse_order(indices: Sequence[int]) -> list[int]:
     """Where each configuration of the run stands in another order."""
-    return sorted(range(len(places)), key=lambda row: places[row])
+    return sorted(range(len(indices)), key=lambda row: indices[row])

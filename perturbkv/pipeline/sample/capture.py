@@ -36,14 +36,14 @@ class Observer:
         head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
-        entering: input of the attention module, after its norm (batch, query, d_model).
+        attention_input: input of the attention module, after its norm (batch, query, d_model).
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
     head_output: Callable[[int, Tensor], None] | None = None
     hidden: Callable[[int, Tensor], None] | None = None
     final: Callable[[Tensor], None] | None = None
-    entering: Callable[[int, Tensor], None] | None = None
+    attention_input: Callable[[int, Tensor], None] | None = None
 
 
 @contextmanager
@@ -51,32 +51,34 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
     """Call `observer` during every forward pass inside the block; on exit all hooks are gone, errors included."""
     with ExitStack() as stack:
         if observer.attention is not None:
-            stack.enter_context(intercept_attention(adapter, partial(_watched, adapter.layer_of, observer.attention)))
-        for handle in _hooks(adapter, observer):
+            stack.enter_context(
+                intercept_attention(adapter, partial(_observe_attention, adapter.layer_of, observer.attention))
+            )
+        for handle in _register_hooks(adapter, observer):
             stack.callback(handle.remove)
         yield
 
 
 @contextmanager
 def intercept_attention(
-    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], every: bool = False
+    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], all_layers: bool = False
 ) -> Iterator[None]:
     """Send this model's attention through `replacement(stock, module, args, kwargs)` inside the block.
 
-    That of the measured layers, or of `every` one. Other models in the process keep their attention. Raises ModelError
+    That of the measured layers, or of `all_layers` one. Other models in the process keep their attention. Raises ModelError
     where the model's attention implementation is not registered with transformers' attention interface.
     """
     name = adapter.model.config._attn_implementation
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
-    stock = registered or _eager(adapter.every_layer[0].self_attn, name)
+    stock = registered or _eager_attention(adapter.every_layer[0].self_attn, name)
     if stock is None:
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
-    ours = {id(layer.self_attn) for layer in (adapter.every_layer if every else adapter.layers)}
+    ours = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
     ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
         replacement(stock, module, args, kwargs)
         if id(module) in ours
-        else (registered or _eager(module, name) or stock)(module, *args, **kwargs)
+        else (registered or _eager_attention(module, name) or stock)(module, *args, **kwargs)
     )
     try:
         yield
@@ -86,7 +88,7 @@ def intercept_attention(
             ALL_ATTENTION_FUNCTIONS[name] = registered
 
 
-def _eager(attention: nn.Module, name: str) -> AttentionFunction | None:
+def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | None:
     """A family's own attention, which transformers registers nowhere; None where another kernel is asked for."""
     own = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
     return own.get("eager_attention_forward")
@@ -100,24 +102,24 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """
     held = {id(layer.self_attn): own for layer, own in zip(adapter.every_layer, cache.layers, strict=True)}
     cache.attach(True)
-    hook = partial(_placed, cache, adapter.rotary_kind)
+    hook = partial(_set_positions, cache, adapter.rotary_kind)
     rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        with intercept_attention(adapter, partial(_held, held), every=True):
+        with intercept_attention(adapter, partial(_attend_to_cache, held), all_layers=True):
             yield
     finally:
         rotary.remove()
         cache.attach(False)
 
 
-def _held(
+def _attend_to_cache(
     held: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention to what an attention module's own layer of the cache holds."""
     return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
 
 
-def _placed(
+def _set_positions(
     cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's.
@@ -132,11 +134,11 @@ def _placed(
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
     """Let a batch of identical rows decode from a `SharedCache`: the stock attention on row 0, handed to all rows."""
-    with intercept_attention(adapter, _shared, every=True):
+    with intercept_attention(adapter, _attend_row_0, all_layers=True):
         yield
 
 
-def _shared(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Attention of row 0, for all rows."""
     query, key, value, mask, *others = args
     first = mask[:1] if isinstance(mask, Tensor) else mask
@@ -144,7 +146,7 @@ def _shared(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any)
     return output.expand(query.shape[0], *output.shape[1:]), weights
 
 
-def _watched(
+def _observe_attention(
     layer_of: Callable[[nn.Module], int],
     callback: Callable[[int, Tensor, Tensor, Tensor], None],
     stock: AttentionFunction,
@@ -157,11 +159,11 @@ def _watched(
     return stock(module, *args, **kwargs)
 
 
-def _hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
+def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
     """Register what is watched; the generator hands out each handle as soon as its hook is on."""
     for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
-        if observer.entering is not None:
-            yield attention.register_forward_pre_hook(_entering_hook(index, observer.entering), with_kwargs=True)
+        if observer.attention_input is not None:
+            yield attention.register_forward_pre_hook(_entering_hook(index, observer.attention_input), with_kwargs=True)
         if observer.head_output is not None:
             yield attention.o_proj.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
         if observer.hidden is not None:
@@ -195,13 +197,13 @@ class FiniteCheck:
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Look at one layer's activations."""
-        self.look(f"the hidden states of layer {layer}", hidden)
+        self.check(f"the hidden states of layer {layer}", hidden)
 
-    def look(self, where: str, activations: Tensor) -> None:
+    def check(self, where: str, activations: Tensor) -> None:
         """Look at activations that are called `where`."""
         self._finite.append((where, torch.isfinite(activations).all()))
 
-    def made(self, what: str, numbers: Tensor) -> None:
+    def check_derived(self, what: str, numbers: Tensor) -> None:
         """Look at what was made of activations, which are looked at first."""
         self._made.append((what, torch.isfinite(numbers).all()))
 
@@ -209,7 +211,7 @@ class FiniteCheck:
         """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
         if not self._finite:
             return
-        places, flags = zip(*self._finite, *self._made, strict=True)
-        for where, finite in zip(places, stack_on(flags[0].device, flags).tolist(), strict=True):
+        indices, flags = zip(*self._finite, *self._made, strict=True)
+        for where, finite in zip(indices, stack_on(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)

@@ -30,12 +30,12 @@ from perturbkv.selection.page_selection import AnyGroup, ReadGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
-ENTRIES = 10
+LOST_ENTRIES = 10
 """How many are told of each head."""
 
 
 @dataclass(frozen=True)
-class Outputs:
+class RankedOutputs:
     """A ν of a layer's prompt entries, the largest first; equal ones as they stand in the prompt (METHOD: ties).
 
     Attributes:
@@ -47,24 +47,24 @@ class Outputs:
     output: Float[Tensor, "head key"]
 
 
-def ordered_lost(
+def rank_outputs(
     attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
-) -> Outputs:
+) -> RankedOutputs:
     """The first `prompt_tokens` entries in the order of what each adds to the output."""
     added = (attention * norms.to(WORK))[:, :prompt_tokens]
     output, position = added.sort(dim=-1, descending=True, stable=True)
-    return Outputs(position, output)
+    return RankedOutputs(position, output)
 
 
-def largest_lost(given: Outputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
+def largest_evicted_outputs(given: RankedOutputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
     """The evicted entries that add most, (config, head, ENTRIES): −1 and NaN where fewer went."""
     gone = ~kept.gather(-1, given.position.expand_as(kept))
-    ranks = torch.arange(1, ENTRIES + 1, dtype=torch.int32, device=kept.device)
+    ranks = torch.arange(1, LOST_ENTRIES + 1, dtype=torch.int32, device=kept.device)
     counted = gone.cumsum(dim=-1, dtype=torch.int32)
-    place = torch.searchsorted(counted, ranks.expand(*kept.shape[:2], -1).contiguous())
-    there, place = place < kept.shape[-1], place.clamp(max=kept.shape[-1] - 1)
+    index = torch.searchsorted(counted, ranks.expand(*kept.shape[:2], -1).contiguous())
+    there, index = index < kept.shape[-1], index.clamp(max=kept.shape[-1] - 1)
     position, output = (
-        row.expand(*kept.shape[:2], -1).gather(-1, place) for row in (given.position, given.output)
+        row.expand(*kept.shape[:2], -1).gather(-1, index) for row in (given.position, given.output)
     )  # fmt: skip
     return {"lost_position": position.where(there, -1), "lost_output": output.where(there, torch.nan)}
 
@@ -90,9 +90,9 @@ class LayerResult:
     attention: list[Tensor]
 
 
-def order(found: Sequence[AnyGroup]) -> list[int]:
+def config_order(result: Sequence[AnyGroup]) -> list[int]:
     """The configurations as groups list them: the same in all layers."""
-    return [place for group in found for place in group.places]
+    return [index for group in result for index in group.places]
 
 
 def measure_layer(sample: SampleRun, index: int) -> LayerResult:
@@ -102,38 +102,40 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     weights = [layer.weights(one) for one in full]
     attention = [seen for seen, _ in weights]
     with phase("select"):
-        found: list[AnyGroup] = [
+        result: list[AnyGroup] = [
             *layer.groups(configs, attention[0]),
-            *page_reading.groups(layer, configs, [one.query[index][0] for one in full]),
+            *page_reading.read_page_groups(layer, configs, [one.query[index][0] for one in full]),
         ]
         along = sparse_prefill.line_groups(layer, configs)
     decoded_norms = layer_norms(layer.values[:, n:], layer.projection, sample.resources)
     norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
     summands = theory.stack_summands(layer.values, norms)
-    steps = [measure.reference(step, summands.of_first(step.shape[-1]), layer.slices, sink) for step, sink in weights]
-    added = ordered_lost(attention[0], norms[:, : attention[0].shape[-1]], n)
+    steps = [
+        measure.layer_reference(step, summands.of_first(step.shape[-1]), layer.slices, sink) for step, sink in weights
+    ]
+    added = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, gone = [], []
     working = working_bytes(keys.device, sample.resources.chunk_bytes)
-    for group, rows in _parts(found, heads * keys.shape[1], working):
+    for group, rows in _split_groups(result, heads * keys.shape[1], working):
         masks = _masks(group, rows, heads, len(steps))
-        alphas = _every_alpha(layer, configs, group, rows)
-        parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
-        gone.append(largest_lost(added, masks[0].kept))
+        alphas = _alpha_per_head(layer, configs, group, rows)
+        parts.append([measure.isolated_quantities(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
+        gone.append(largest_evicted_outputs(added, masks[0].kept))
     for lines in along:
-        alphas = _every_alpha(layer, configs, lines, slice(None))
-        parts.append([sparse_prefill.isolated_by_lines(layer, lines, summands, alphas)])
-        gone.append(largest_lost(added, lines.whole(heads)))
-    isolated = [_joined(step) for step in zip(*parts, strict=True)]
+        alphas = _alpha_per_head(layer, configs, lines, slice(None))
+        parts.append([sparse_prefill.isolated_along_lines(layer, lines, summands, alphas)])
+        gone.append(largest_evicted_outputs(added, lines.whole(heads)))
+    isolated = [_join_configs(step) for step in zip(*parts, strict=True)]
     if along:
         isolated[0] |= _largest_floors([step[0] for step in parts])
-    most = _joined(gone) | {"weighted_norm": steps[0].total}
-    return LayerResult([*found, *along], isolated, most, attention if "outputs" in sample.run.save else [])
+    most = _join_configs(gone) | {"weighted_norm": steps[0].total}
+    return LayerResult([*result, *along], isolated, most, attention if "outputs" in sample.run.save else [])
 
 
-def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
+def _split_groups(result: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
     """As many configurations at once as fit the working memory."""
     size = max(1, working // (_ENTRY_BYTES * entries))
-    return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))
+    return ((group, slice(start, start + size)) for group in result for start in range(0, len(group.places), size))
 
 
 def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
@@ -150,9 +152,9 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
 
 
-def _every_alpha(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
+def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
     """Return α (config, head) of some of a group's configurations."""
-    shares = [_alphas(configs[place], layer.index, layer.adapter.heads, group) for place in group.places[rows]]
+    shares = [_alphas(configs[index], layer.index, layer.adapter.heads, group) for index in group.places[rows]]
     return on_device(shares, layer.keys.device, theory.WORK)
 
 
@@ -168,7 +170,7 @@ def _largest_floors(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([part[name] for part in parts]).amax(dim=0) for name in floors}
 
 
-def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _join_configs(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """One dictionary of all configurations; noise floors, which all parts measured, from the first."""
     return {
         name: torch.cat([part[name] for part in parts]) if first.ndim > 1 else first for name, first in parts[0].items()

@@ -59,7 +59,7 @@ class Reference:
     sink: Float[Tensor, " head"]
 
 
-def reference(
+def layer_reference(
     attention: Float[Tensor, "head key"],
     summands: Summands,
     slices: Float[Tensor, "head d_head d_model"],
@@ -80,7 +80,7 @@ def reference(
     )
 
 
-def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]) -> dict[str, Tensor]:
+def isolated_quantities(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]) -> dict[str, Tensor]:
     """Perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and noise floors (head,).
 
     Both sides are summed from the same query, keys and values, so that only `WORK`'s rounding stands between them.
@@ -96,8 +96,8 @@ def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config 
     limits = theory.bounds(given.total, given.smallest, own, stage1)
     counts = whole_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
-        **_floors("noise_floor_isolated", moved, given.output, WORK),
-        **_configurations("perturbation_isolated", moved),
+        **_floor_variables("noise_floor_isolated", moved, given.output, WORK),
+        **_distance_variables("perturbation_isolated", moved),
         "theta": limits.theta,
         "theta_hat": limits.theta_hat,
         "theta_hat_relax": limits.theta_hat_relax,
@@ -107,20 +107,20 @@ def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config 
     }
 
 
-def _configurations(name: str, found: Distances, first: str = "") -> dict[str, Tensor]:
+def _distance_variables(name: str, result: Distances, first: str = "") -> dict[str, Tensor]:
     """What the configurations showed, by its variables' names; `first` ends the name of the L1 distance."""
-    return {name + first: found.l1[1:], f"{name}_l2": found.l2[1:], f"{name}_cosine": found.cosine[1:]}
+    return {name + first: result.l1[1:], f"{name}_l2": result.l2[1:], f"{name}_cosine": result.cosine[1:]}
 
 
-def _floors(
-    name: str, found: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
+def _floor_variables(
+    name: str, result: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
 ) -> dict[str, Tensor]:
     """What row 0 showed, and at least one rounding of `full`, with which it was compared, by the floors' names."""
-    floors = theory.noise_floors(Distances(found.l1[0], found.l2[0], found.cosine[0]), full, inputs)
+    floors = theory.noise_floors(Distances(result.l1[0], result.l2[0], result.cosine[0]), full, inputs)
     return {name: floors.l1, f"{name}_l2": floors.l2, f"{name}_cosine": floors.cosine}
 
 
-def _norms(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
+def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
     """L1 and L2 norm of what was compared with."""
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
@@ -130,14 +130,14 @@ def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Boo
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
 
-def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
+def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
     """Perturbation of heads, drift of layers and of the logits in one step; layers stacked behind `config`.
 
     Everything ends on the device of the logits, which is not waited for.
     """
     device, inputs = evicted.logits.device, adapter.dtype
     layers = [
-        _heads(adapter, layer, *outputs)
+        _head_variables(adapter, layer, *outputs)
         for layer, outputs in enumerate(zip(full.head_output, evicted.head_output, strict=True))
     ]
     heads = {
@@ -145,13 +145,13 @@ def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[
         for name in layers[0]
     }
     states = stack_on(device, [layer[0] for layer in full.hidden])
-    hidden = _drift("hidden", states, stack_on(device, evicted.hidden, dim=1), inputs)
-    final = _drift("final", full.final[0], evicted.final, inputs)
-    norms = _norms("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
-    return heads | hidden | final | norms | _logits(full, evicted, inputs)
+    hidden = _drift_variables("hidden", states, stack_on(device, evicted.hidden, dim=1), inputs)
+    final = _drift_variables("final", full.final[0], evicted.final, inputs)
+    norms = _norm_variables("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
+    return heads | hidden | final | norms | _logit_variables(full, evicted, inputs)
 
 
-def _heads(
+def _head_variables(
     adapter: Adapter,
     layer: int,
     full: Float[Tensor, "1 head d_head"],
@@ -161,24 +161,24 @@ def _heads(
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
     output, moved = theory.propagated_perturbation(full[0], evicted, slices)
     return (
-        _floors("noise_floor", moved, output, adapter.dtype)
-        | _configurations("perturbation_propagated", moved)
-        | _norms("output_norm", output)
+        _floor_variables("noise_floor", moved, output, adapter.dtype)
+        | _distance_variables("perturbation_propagated", moved)
+        | _norm_variables("output_norm", output)
     )
 
 
-def _drift(
+def _drift_variables(
     name: str,
     full: Float[Tensor, "*layer d_model"],
     evicted: Float[Tensor, "row *layer d_model"],
     inputs: torch.dtype,
 ) -> dict[str, Tensor]:
-    found = theory.drift(full, evicted)
-    floors = _floors(f"{name}_noise_floor", found, full.to(WORK), inputs)
-    return floors | _configurations(f"{name}_drift", found, first="_l1")
+    result = theory.drift(full, evicted)
+    floors = _floor_variables(f"{name}_noise_floor", result, full.to(WORK), inputs)
+    return floors | _distance_variables(f"{name}_drift", result, first="_l1")
 
 
-def _logits(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
+def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
     """The floor of KL is at least one rounding of a log-probability of 1 nat."""
     divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
     rounding = torch.full_like(divergence[0], torch.finfo(inputs).eps)

@@ -39,7 +39,7 @@ from perturbkv.selection.sparse_lines import Positions
 from perturbkv.selection.sparse_lines import wanted as wanted_queries
 from perturbkv.theory import WORK
 
-TURNED = ("unrotated", "rotations")
+ROTATION_NEEDS = ("unrotated", "rotations")
 """Needs of scores that ask for rotations."""
 
 
@@ -61,8 +61,8 @@ class Rotations:
 
     def _rotation(self, positions: range) -> Rotation:
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
-        places = torch.tensor(positions, device=like.device).unsqueeze(0)
-        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, places, *self._adapter.rotary_kind)
+        indices = torch.tensor(positions, device=like.device).unsqueeze(0)
+        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, indices, *self._adapter.rotary_kind)
         twice = 2 * len(self._adapter.frequencies) // cosine.shape[-1]  # some modules give each pair's angle once
         return Rotation(cosine[0].repeat(1, twice), sine[0].repeat(1, twice))
 
@@ -127,7 +127,7 @@ class Statistics:
     def _scores_of(
         self, made: dict[tuple[Asked, ...], Scores], layer: int, realised: Tensor | None, config: ResolvedConfig
     ) -> Scores:
-        wanted = all_asked(config)
+        wanted = requested_scores(config)
         if wanted not in made:
             scores, *first = (self.scored[one][layer] for one in wanted)
             made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
@@ -185,15 +185,15 @@ class Prefill:
     windows: Mapping[int, Window] = field(default_factory=dict)
 
 
-def asked(config: ResolvedConfig) -> Asked:
+def requested_score(config: ResolvedConfig) -> Asked:
     """What is computed for a configuration."""
-    return all_asked(config)[0]
+    return requested_scores(config)[0]
 
 
-def all_asked(config: ResolvedConfig) -> tuple[Asked, ...]:
+def requested_scores(config: ResolvedConfig) -> tuple[Asked, ...]:
     """The same, and what a stage 1 of its own ranks by, where its policy has one."""
-    found = (config.system.score, config.system.first_stage)
-    return tuple(Asked(score.unpooled(), config.window) for score in found if score is not None)
+    result = (config.system.score, config.system.first_stage)
+    return tuple(Asked(score.unpooled(), config.window) for score in result if score is not None)
 
 
 @runtime_checkable
@@ -202,7 +202,7 @@ class Visitor(Protocol):
 
     whole: bool
 
-    def visit(self, found: Statistics, seen: LayerView) -> None:
+    def visit(self, result: Statistics, seen: LayerView) -> None:
         """Take a layer, with the statistics of those read so far."""
 
 
@@ -222,40 +222,42 @@ def prefill(
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     ranked = [config for config in configs if not config.given and not config.lined]
-    wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
+    wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in requested_scores(config)}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
-    found = Statistics(sample, *shape, wanted, [], run.head_scores, given)
-    found.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
-    found.queries.update((asked, []) for asked in wanted_queries(configs, len(token_ids), sample))
+    result = Statistics(sample, *shape, wanted, [], run.head_scores, given)
+    result.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
+    result.queries.update((requested_score, []) for requested_score in wanted_queries(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
-    reading = _Reading(adapter, found, resources, visitor, euclidean)
+    reading = _PromptReader(adapter, result, resources, visitor, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
-    reading.finite.look(LOGITS, logits)
-    replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
+    reading.finite.check(LOGITS, logits)
+    replay_scores(adapter, token_ids, reading.cache, result.scored, sample, reading.finite)
     held = sliding_windows(adapter, reading.cache)
-    return Prefill(reading.cache, logits[0, -1], found, reading.finite, held)
+    return Prefill(reading.cache, logits[0, -1], result, reading.finite, held)
 
 
-class _Reading:
+class _PromptReader:
     """Fills the statistics while a prompt runs through the model, layer by layer; its full cache, or nothing of it."""
 
     def __init__(
-        self, adapter: Adapter, found: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
+        self, adapter: Adapter, result: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
     ) -> None:
-        self.adapter, self.found, self.resources, self.visitor = adapter, found, resources, visitor
+        self.adapter, self.found, self.resources, self.visitor = adapter, result, resources, visitor
         self.by_length = euclidean
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
-        self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
+        self.wanted = [wanted for wanted in result.scored if wanted.score.replay is None]
         self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
         self.input: Tensor | None = None
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
         """What the model calls."""
-        entering = self._entering if "hidden" in self.needs else None
-        return Observer(attention=self._attention, hidden=self._hidden, final=self._final, entering=entering)
+        attention_input = self._entering if "hidden" in self.needs else None
+        return Observer(
+            attention=self._attention, hidden=self._hidden, final=self._final, attention_input=attention_input
+        )
 
     def _entering(self, layer: int, hidden: Tensor) -> None:
         self.input = hidden[0]
@@ -290,14 +292,14 @@ class _Reading:
             sample=self.found.sample,
             window=0,
             attention_input=self.input,
-            rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
+            rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else self.rotations,
             sinks=self.adapter.sinks(layer),
         )
 
     def _euclidean(self, view: LayerView) -> None:
         with phase("norms"):
-            found = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
-        self.found.euclidean.append(found)
+            result = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
+        self.found.euclidean.append(result)
 
     def _score(self, view: LayerView) -> None:
         """Every score of the layer; those of one window share what it shows."""
@@ -305,7 +307,7 @@ class _Reading:
             own = [wanted.score for wanted in self.wanted if wanted.window == window]
             for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
                 index = self.adapter.layer_indices[view.layer]
-                self.finite.made(f"the scores '{score.called}' of layer {index}", made)
+                self.finite.check_derived(f"the scores '{score.called}' of layer {index}", made)
                 self.found.scored[Asked(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
@@ -315,7 +317,7 @@ class _Reading:
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _final(self, output: Tensor) -> None:
-        self.finite.look(FINAL_NORM, output)
+        self.finite.check(FINAL_NORM, output)
 
 
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:

@@ -33,7 +33,7 @@ WORDINGS = {
     ),
 }
 """What asks for the first part, and for each other one: the words of the released code and of kvpress' port."""
-_REMINDED = 8
+_OVERLAP = 8
 """Last tokens of a part that stand behind what asks for the next one."""
 
 
@@ -53,40 +53,40 @@ def replay_scores(
     for how in dict.fromkeys(wanted.values()):
         own = [score for score, replay in wanted.items() if replay == how]
         with phase("replay"):
-            made = _replay(adapter, context, cache, how, own, sample)
+            made = _replay_parts(adapter, context, cache, how, own, sample)
         for asked in (asked for asked in scored if asked.score in own):
             prefix = max(0, len(context) - asked.window)
             scored[asked] += [rows[:, :prefix] for rows in made[asked.score]]
             for layer, rows in enumerate(scored[asked]):
-                finite.made(f"the scores '{asked.score.called}' of layer {adapter.layer_indices[layer]}", rows)
+                finite.check_derived(f"the scores '{asked.score.called}' of layer {adapter.layer_indices[layer]}", rows)
 
 
-def _replay(
+def _replay_parts(
     adapter: Adapter, context: Sequence[int], cache: Cache, how: Replay, scores: Sequence[Score], sample: str
 ) -> dict[Score, list[Tensor]]:
     """Per score and layer (rows, n)."""
     parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.layers] for score in scores}
-    for part, tokens in passes(adapter.tokenizer, context, how):
-        check_fits(adapter, len(context), len(tokens), sample)
+    for part, tokens in replay_passes(adapter.tokenizer, context, how):
+        check_positions_left(adapter, len(context), len(tokens), sample)
         _Pass(adapter, cache, how, part, parts, sample).run(tokens)
     return {score: [torch.cat(layer, dim=-1) for layer in layers] for score, layers in parts.items()}
 
 
-def passes(tokenizer: object, context: Sequence[int], how: Replay) -> Iterator[tuple[slice, list[int]]]:
+def replay_passes(tokenizer: object, context: Sequence[int], how: Replay) -> Iterator[tuple[slice, list[int]]]:
     """The places of each part of the context, and the tokens of the pass that repeats it."""
-    first, later = (_tokens(tokenizer, words) for words in WORDINGS[how.wording])
-    behind = _tokens(tokenizer, after_turn(tokenizer) or "\n")
+    first, later = (_tokenize(tokenizer, words) for words in WORDINGS[how.wording])
+    behind = _tokenize(tokenizer, after_turn(tokenizer) or "\n")
     for start in range(0, len(context), how.chunk):
         part = slice(start, min(start + how.chunk, len(context)))
-        asking = [*later, *context[max(0, start - min(how.chunk, _REMINDED)) : start]] if start else first
+        asking = [*later, *context[max(0, start - min(how.chunk, _OVERLAP)) : start]] if start else first
         yield part, [*asking, *behind, *context[part]]
 
 
-def _tokens(tokenizer: object, text: str) -> list[int]:
+def _tokenize(tokenizer: object, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
 
 
-def check_fits(adapter: Adapter, context: int, replayed: int, sample: str) -> None:
+def check_positions_left(adapter: Adapter, context: int, replayed: int, sample: str) -> None:
     """Raise DatasetError or ModelError where context and pass need more positions than the model has."""
     if context + replayed > adapter.positions:
         msg = (
@@ -117,7 +117,9 @@ class _Pass:
         """Read the tokens over the cache, which is as it was afterwards."""
         needs_input = any("hidden" in score.needs for score in self.made)
         observer = Observer(
-            attention=self._attention, hidden=self._done, entering=self._entering if needs_input else None
+            attention=self._attention,
+            hidden=self._restore_layer,
+            attention_input=self._entering if needs_input else None,
         )
         ids = torch.tensor([tokens], device=self.adapter.device)
         with capture(self.adapter, observer):
@@ -131,8 +133,8 @@ class _Pass:
         own = query.shape[2]
         view = ReplayView(
             queries=query[0],
-            keys=self._seen(key[0], own),
-            values=self._seen(value[0], own),
+            keys=self._visible_entries(key[0], own),
+            values=self._visible_entries(value[0], own),
             hidden=self.input,
             projection=self.adapter.output_projection(layer),
             scale=self.adapter.scale(layer),
@@ -145,10 +147,10 @@ class _Pass:
         for score, layers in self.made.items():
             layers[layer].append(replayed(score, view))
 
-    def _seen(self, entries: Tensor, own: int) -> Tensor:
+    def _visible_entries(self, entries: Tensor, own: int) -> Tensor:
         """The first entries, those of the part, and the pass' own."""
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -own:]], dim=1)
 
-    def _done(self, layer: int, hidden: Tensor) -> None:
+    def _restore_layer(self, layer: int, hidden: Tensor) -> None:
         held = self.adapter.held(self.cache, layer)
         held.keys, held.values = self.held[layer]

@@ -14,7 +14,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
-from perturbkv.pipeline.sample.decoding import StepRecord, decode_full, steps_of_text
+from perturbkv.pipeline.sample.decoding import StepRecord, count_text_steps, decode_full
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, prefill
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
@@ -40,7 +40,7 @@ def full_run(adapter: Adapter, before: Prefill, question: Sequence[int], steps: 
     """Decode the question and at most `steps` steps from the full cache, which grows by all of them."""
     with phase("reference"):
         records, tokens = decode_full(adapter, before, question, steps, rows)
-        measured = steps_of_text(tokens, end_tokens(adapter))
+        measured = count_text_steps(tokens, end_tokens(adapter))
         return FullRun(records[:measured], tokens[:measured], rows)
 
 

@@ -23,7 +23,7 @@ from perturbkv.pipeline.sample.full_layer import FullLayer
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected:
+class Correction:
     """One corrected configuration in one layer.
 
     Attributes:
@@ -37,19 +37,19 @@ class Corrected:
 
 def corrections(
     layer: FullLayer, entries: Mapping[int, KeptEntries], configs: Sequence[EvictionConfig]
-) -> dict[int, Corrected]:
+) -> dict[int, Correction]:
     """Return what stands in for what each corrected configuration loses in one layer; it keeps `entries`."""
-    found = {}
-    for place in (place for place in entries if configs[place].corrected):
-        gone = _gone(entries[place], layer.keys.shape[1], layer.tokens, layer.adapter.heads)
-        query = layer.statistics.mean_queries[configs[place].window][layer.index]
+    result = {}
+    for index in (index for index in entries if configs[index].corrected):
+        gone = _evicted_mask(entries[index], layer.keys.shape[1], layer.tokens, layer.adapter.heads)
+        query = layer.statistics.mean_queries[configs[index].window][layer.index]
         prompt = (layer.prompt_keys, layer.prompt_values)
-        made = make_stand_in(configs[place].correction, query, *prompt, gone, layer.scale)
-        found[place] = Corrected(made, gone)
-    return found
+        made = make_stand_in(configs[index].correction, query, *prompt, gone, layer.scale)
+        result[index] = Correction(made, gone)
+    return result
 
 
-def _gone(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
+def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
     """Which entries a configuration does not keep; those of a key/value head lie `stride` places apart."""
     sets, device = len(entries.lengths), entries.index.device
     lengths = on_device(entries.lengths, device)
@@ -59,23 +59,25 @@ def _gone(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> 
     return gone.repeat_interleave(heads // sets, dim=0)
 
 
-def isolated(layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, Corrected]) -> dict[int, Tensor]:
+def isolated_perturbations(
+    layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, Correction]
+) -> dict[int, Tensor]:
     """Return, per configuration, (step, name, head): distances of each head's corrected output in one layer.
 
-    Names are those of `quantised.NAMES`; NaN where a head loses nothing, as its output then is what it is uncorrected.
+    Names are those of `quantised.ISOLATED_VARIABLES`; NaN where a head loses nothing, as its output then is what it is uncorrected.
     """
     steps = [_step(layer, step, rows) for step in full] if rows else []
-    return {place: torch.stack([step[place] for step in steps]) for place in rows}
+    return {index: torch.stack([step[index] for step in steps]) for index in rows}
 
 
-def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Corrected]) -> dict[int, Tensor]:
+def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Correction]) -> dict[int, Tensor]:
     query, scale, slices = step.query[layer.index][0], layer.scale, layer.slices
     values = layer.values[:, : step.entries]
     attention, sink = layer.weights(step)
     total = theory.log_total(query, layer.keys[:, : step.entries], scale, layer.sinks)
     mixed = theory.weighted_sums(attention.unsqueeze(0), values)[0]
-    output, found = theory.projected(mixed, slices), {}
-    for place, one in rows.items():
+    output, result = theory.projected(mixed, slices), {}
+    for index, one in rows.items():
         stays = attention.clone()
         stays[:, : one.gone.shape[1]].masked_fill_(one.gone, 0)
         mass = (one.stand_in.logits(query.to(theory.WORK).unsqueeze(1), scale).squeeze(1) - total).exp()
@@ -83,5 +85,5 @@ def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Corrected]) -> 
         own = theory.corrected_output(kept, stays.sum(dim=-1) + sink, one.stand_in.value, mass)
         moved = theory.distances(output, theory.projected(own - mixed, slices))
         loses = one.gone.any(dim=-1)
-        found[place] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(loses, torch.nan)
-    return found
+        result[index] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(loses, torch.nan)
+    return result

@@ -14,19 +14,19 @@ from perturbkv.selection.page_selection import Layers, PagedLayer, Reader, ReadG
 from perturbkv.selection.resolved_config import ResolvedConfig
 
 
-def groups(
+def read_page_groups(
     layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
 ) -> list[ReadGroup]:
     """Return what the configurations that read pages read in one layer at each step, whose query is given."""
-    return read_groups(configs, _paged(layer), queries, layer.tokens)
+    return read_groups(configs, _page_maker(layer), queries, layer.tokens)
 
 
-def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
+def page_reading_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
     """Return the rows of those that read pages, by index: the layer's own entries, borrowed, and who chooses of them.
 
     A budget that covers the prompt reads everything, as the run does that keeps everything.
     """
-    paged, n = _paged(layer), layer.tokens
+    paged, n = _page_maker(layer), layer.tokens
     whole = borrow(layer.prompt_keys, layer.prompt_values)
     made = {}
     for index, config in configs.items():
@@ -36,7 +36,7 @@ def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, K
     return made
 
 
-def _paged(layer: FullLayer) -> Layers:
+def _page_maker(layer: FullLayer) -> Layers:
     """Return what gives the layer in pages, made once for each size of them and each window."""
     made: dict[tuple[int, int], PagedLayer] = {}
 
