@@ -1,6 +1,6 @@
-"""A bar for long work: drawn by rich in a terminal, by the browser in a notebook.
+"""Progress bars, drawn by rich in a terminal and by the browser in a notebook; and the seconds of a run's phases.
 
-Where the time of a run goes: code marks its phases, and whoever asks gets their seconds. Costs nothing otherwise.
+Phases are timed only inside `timed`; elsewhere they cost nothing.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rich.text import Text
 
 
 class Bar(Protocol):
-    """How far the work is."""
+    """A progress bar."""
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more item as done."""
 
     def update(self, done: int, total: int) -> None:
-        """So many are done, of so many."""
+        """Set the number of items that are done, and of all."""
 
 
 @contextmanager
 def bar(
-    what: str,
+    label: str,
     total: int | None = None,
     done: int = 0,
     *,
@@ -47,25 +47,25 @@ def bar(
     console: Console | None = None,
     status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
-    """A bar with the time left: in the notebook's cell, or on stderr unless a console is given.
+    """Show a bar with the time left: in the notebook's cell, or on stderr unless a console is given.
 
-    `status` is asked what stands beside it whenever it is drawn, such as `7 of 8 workers`.
+    `status` is called whenever the bar is drawn, and returns a text to show beside it, such as `7 of 8 workers`.
 
-    Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. Nothing is left of it
-    behind the block.
+    Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. The bar disappears
+    after the block.
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
-        with _notebook_bar(what, total, done, status) as drawn:
+        with _notebook_bar(label, total, done, status) as drawn:
             yield drawn
     else:
-        with _terminal_bar(what, total, done, screen, shown, status) as drawn:
+        with _terminal_bar(label, total, done, screen, shown, status) as drawn:
             yield drawn
 
 
 @contextmanager
 def _terminal_bar(
-    what: str, total: int | None, done: int, screen: Console, shown: bool, status: Callable[[], str]
+    label: str, total: int | None, done: int, screen: Console, shown: bool, status: Callable[[], str]
 ) -> Iterator[Bar]:
     alone = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _TextColumn(lambda task: _format_rate(task.speed)))
@@ -78,11 +78,11 @@ def _terminal_bar(
     )
     visible = shown and screen.is_terminal
     with Progress(*columns, console=screen, disable=not visible, transient=True) as drawn:
-        yield _TerminalBar(drawn, what, total, done)
+        yield _TerminalBar(drawn, label, total, done)
 
 
 class _TextColumn(ProgressColumn):
-    """What a function says whenever the bar is drawn."""
+    """A column with the text of a function, called whenever the bar is drawn."""
 
     def __init__(self, text: Callable[[Task], str]) -> None:
         super().__init__()
@@ -97,19 +97,19 @@ def _format_rate(per_second: float | None) -> str:
 
 
 @contextmanager
-def _notebook_bar(what: str, total: int | None, done: int, status: Callable[[], str]) -> Iterator[Bar]:
+def _notebook_bar(label: str, total: int | None, done: int, status: Callable[[], str]) -> Iterator[Bar]:
     from IPython.display import display
 
-    handle = display(_mime_bundle(what), raw=True, display_id=True)
+    handle = display(_mime_bundle(label), raw=True, display_id=True)
     try:
-        yield _NotebookBar(handle, what, total, done, status)
+        yield _NotebookBar(handle, label, total, done, status)
     finally:
         handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
 class _TerminalBar:
-    def __init__(self, drawn: Progress, what: str, total: int | None, done: int) -> None:
-        self._drawn, self._task = drawn, drawn.add_task(what, total=total, completed=done)
+    def __init__(self, drawn: Progress, label: str, total: int | None, done: int) -> None:
+        self._drawn, self._task = drawn, drawn.add_task(label, total=total, completed=done)
 
     def advance(self) -> None:
         self._drawn.advance(self._task)
@@ -119,10 +119,10 @@ class _TerminalBar:
 
 
 class _NotebookBar:
-    """What rich would draw needs a package of its own in a notebook; a browser draws a bar by itself."""
+    """A bar of the browser; rich's own would need another package in a notebook."""
 
-    def __init__(self, handle: Any, what: str, total: int | None, done: int, status: Callable[[], str]) -> None:
-        self._handle, self._what, self._total, self._done = handle, what, total, done
+    def __init__(self, handle: Any, label: str, total: int | None, done: int, status: Callable[[], str]) -> None:
+        self._handle, self._label, self._total, self._done = handle, label, total, done
         self._status = status
         self._first, self._began = done, time.monotonic()
         self._draw()
@@ -138,17 +138,17 @@ class _NotebookBar:
         self._draw()
 
     def _draw(self) -> None:
-        gone = time.monotonic() - self._began
+        elapsed = time.monotonic() - self._began
         total, new = self._total, self._done - self._first
         count = f"{self._done}" if total is None else f"{self._done} of {total}"
         left = (
-            f", about {_format_seconds(gone / new * (total - self._done))} left"
+            f", about {_format_seconds(elapsed / new * (total - self._done))} left"
             if total is not None and new > 0
             else ""
         )
-        crew = self._status()
-        rate = f", {_format_rate(new / gone)}, {crew}" if crew and new > 0 else f", {crew}" if crew else ""
-        text = f"{self._what}: {count}, {_format_seconds(gone)}{left}{rate}"
+        status = self._status()
+        rate = f", {_format_rate(new / elapsed)}, {status}" if status and new > 0 else f", {status}" if status else ""
+        text = f"{self._label}: {count}, {_format_seconds(elapsed)}{left}{rate}"
         drawn = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
         self._handle.update(_mime_bundle(text, drawn), raw=True)
 
@@ -163,7 +163,7 @@ def _format_seconds(seconds: float) -> str:
 
 @dataclass
 class Clock:
-    """Seconds per phase; a phase inside another counts in both. `wait` waits until the device has done its work."""
+    """The seconds per phase; a phase inside another counts in both. `wait` waits until the device has finished."""
 
     wait: Callable[[], None]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -185,7 +185,7 @@ def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the block's seconds under `name`, where someone asks."""
+    """Add the block's seconds to `name`, inside `timed`."""
     clock = _timing_clock.get()
     if clock is None:
         yield

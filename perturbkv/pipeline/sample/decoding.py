@@ -1,4 +1,4 @@
-"""Decode the same tokens from the full cache and from a compact one, recording what perturbation is measured on."""
+"""Decoding of the same tokens from the full cache and from a compact one, with records of each step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepRecord:
         hidden: residual stream after the layer (row, d_model).
         final: after the final norm (row, d_model).
         logits: (row, vocab).
-        entries: those that the query attends to in the full cache, its own included.
+        entries: number of entries that the query attends to in the full cache, its own included.
     """
 
     query: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class StepRecord:
 
 @dataclass
 class _StepRecorder:
-    """Fills a record with what the last of a step's tokens does."""
+    """The callbacks that record the last of a step's tokens."""
 
     adapter: Adapter
     rows: int
@@ -75,11 +75,11 @@ class _StepRecorder:
 def decode_full(
     adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
 ) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """The reference: the question, then greedy steps, from the full cache, which grows by all of them.
+    """Decode the reference, the question and then greedy steps, from the full cache, which grows by all of them.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded.
     Returns the records of the steps and the tokens decoded, the first of them the greedy choice after the prompt;
-    `prefill.finite` has looked at all of them.
+    `prefill.finite` checks all of them.
     """
     cache = SharedCache(prefill.cache)
     first = prefill.logits
@@ -95,14 +95,14 @@ def decode_full(
 
 
 def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
-    """Decode steps before the one that decodes the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
+    """Return the number of decode steps before the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
 
-    With several, this waits for the device.
+    With several steps, this waits for the device.
     """
     if len(tokens) == 1:
         return 1
-    result = tokens.tolist()
-    return max(1, next((step for step, token in enumerate(result) if token in ends), len(result)))
+    decoded = tokens.tolist()
+    return max(1, next((step for step, token in enumerate(decoded) if token in ends), len(decoded)))
 
 
 @torch.inference_mode()
@@ -114,7 +114,7 @@ def decode_evicted(
     rows: int,
     finite: FiniteCheck,
 ) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
-    """The question, then teacher-forced steps, from a compact cache, one row per configuration.
+    """Decode the question, then teacher-forced steps, from a compact cache, one row per configuration.
 
     Returns the logits after the question, None without one, and the records of the steps.
     """
@@ -137,7 +137,7 @@ def _decode_step(
     rows: int,
     finite: FiniteCheck,
 ) -> StepRecord:
-    """One forward pass of the same tokens in every row; what the last of them did is recorded."""
+    """Run one forward pass of the same tokens in every row, and record the last of them."""
     recorder = _StepRecorder(adapter, rows, finite)
     record = recorder.record
     ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
@@ -152,7 +152,7 @@ def _decode_step(
 
 
 def _first_row(record: StepRecord) -> StepRecord:
-    """The record of row 0 alone, so that a long run does not hold identical rows."""
+    """Return the record of row 0 alone, so that a long run does not hold identical rows."""
     return StepRecord(
         query=[tensor[:1].clone() for tensor in record.query],
         head_output=[tensor[:1].clone() for tensor in record.head_output],

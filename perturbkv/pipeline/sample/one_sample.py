@@ -68,7 +68,7 @@ def trace(
 ) -> list[FailedSample]:
     """Measure prompts one after the other; `finished` gets each as it is ready. Returns those that failed.
 
-    `wanted` names the configurations that a sample still lacks; all of the run's where it does not name the sample. A
+    `wanted` are the configurations that a sample still lacks; for other samples all of the run's. A
     sample whose activations are not finite is marked failed and the run goes on. Raises NoMemoryError.
     """
     failed = []
@@ -88,14 +88,14 @@ def trace_sample(
 ) -> SampleTrace:
     """Measure every configuration of `run` on one prompt (METHOD: the protocol).
 
-    `given` are the kept sets of configurations `given:NAME`, which have none of their own.
+    `given` are the kept sets of configurations of policy `given:NAME`.
 
-    The prompt is read once; all configurations share its scores, norms and reference. It waits for the device
-    three times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end;
+    The prompt is read once; all configurations share its scores, norms and reference. Waits for the device three
+    times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end;
     and once for each budget that shares out by layers' entropies (lava).
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
-    for a prompt that the scenario cannot take apart, ConfigError where a configuration exceeds `resources.max_bytes`,
+    for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`,
     what `entries.check_positions` raises.
     """
     positions.check_positions(run.configs, adapter.config, adapter.name)
@@ -114,7 +114,7 @@ def trace_sample(
 
 
 def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]]:
-    """Return every layer's kept sets with what they alone change, and their lengths, per layer and configuration."""
+    """Return the measurements of every layer, and the lengths of kept sets per layer and configuration."""
     with phase("layers"):
         layers = [measure_layer(sample, index) for index in range(len(sample.adapter.layers))]
         return layers, lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
@@ -123,7 +123,7 @@ def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]
 def _assemble_arrays(
     sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult], kept: Sequence[Lengths]
 ) -> measure.Arrays:
-    """Return everything that a trace holds of the sample, at the steps that were measured."""
+    """Return all trace variables of the sample, at the steps that were measured."""
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, kept) | isolated_arrays(layers, adapter.device)
@@ -141,22 +141,22 @@ def _assemble_arrays(
 
 @dataclass(frozen=True, eq=False)
 class _EvictedLayer:
-    """One layer of a batch: its cache, and what is known of it once the places of its entries are forgotten.
+    """One layer of a batch.
 
     Attributes:
-        entries: the cache.
-        order, masks: the configurations and their kept sets, as `entries.KeptBatch` has them.
-        moved: what few bits or a correction leave changed in this layer alone, by configuration.
+        cache: the layer of the compact cache.
+        order, masks: the configurations and their kept sets, as in `entries.KeptBatch`.
+        isolated: quantised or corrected configuration -> its isolated perturbation in this layer.
     """
 
-    entries: CompactLayer
+    cache: CompactLayer
     order: tuple[int, ...]
     masks: UInt8[Tensor, "kept_set byte"]
-    moved: dict[int, Tensor]
+    isolated: dict[int, Tensor]
 
 
 class _BatchDecoder:
-    """Decodes one sample from the evicted caches of one batch of configurations after the other."""
+    """The decoder of one sample from the evicted caches of one batch of configurations after the other."""
 
     def __init__(self, sample: SampleRun, layers: Sequence[LayerResult], kept: Sequence[Lengths]) -> None:
         self.sample, self.adapter, self.run = sample, sample.adapter, sample.run
@@ -164,26 +164,30 @@ class _BatchDecoder:
         self.finite, self.passing = FiniteCheck(), is_single_pass(sample.run)
 
     def batch(self, indices: tuple[int, ...]) -> BatchResult:
-        """One batch: evict, decode, compare."""
+        """Evict for one batch of configurations, decode and compare."""
         with phase("evict"):
-            own = self._sparse_prefills(indices)
-            result = [self._evict(layer, indices, own) for layer in range(len(self.layers))]
-            layers = join_layers(self.adapter, [one.entries for one in result], self.sample.prefill.windows)
+            sparse = self._sparse_prefills(indices)
+            evicted_layers = [self._evict(layer, indices, sparse) for layer in range(len(self.layers))]
+            caches = [layer.cache for layer in evicted_layers]
+            layers = join_layers(self.adapter, caches, self.sample.prefill.windows)
             cache = CompactCache(layers, self._position_offsets(indices))
         with phase("decode"):
             question, tokens = self.sample.question, self.sample.full.tokens
-            asked, evicted = decode_evicted(self.adapter, cache, question, tokens, self.rows, self.finite)
+            question_logits, evicted = decode_evicted(self.adapter, cache, question, tokens, self.rows, self.finite)
         with phase("measure"):
             steps = [self._measure(step, len(indices)) for step in zip(self.sample.full.steps, evicted, strict=True)]
         whole = sum(layer.borrowed_nbytes for layer in cache.evicted)
         held, padding = cache.nbytes - whole, cache.padding_nbytes
-        answers = self._answers(cache, asked, indices) if self.run.generate else {}
-        moved = {index: torch.stack([one.moved[index] for one in result], dim=-2) for index in result[0].moved}
-        kept = [one.masks for one in result]
-        return BatchResult(indices, steps, result[0].order, kept, held, padding, answers, moved, own)
+        answers = self._answers(cache, question_logits, indices) if self.run.generate else {}
+        first = evicted_layers[0]
+        isolated = {
+            index: torch.stack([layer.isolated[index] for layer in evicted_layers], dim=-2) for index in first.isolated
+        }
+        kept = [layer.masks for layer in evicted_layers]
+        return BatchResult(indices, steps, first.order, kept, held, padding, answers, isolated, sparse)
 
     def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
-        """The prefills along lines of configurations whose budget does not cover the prompt."""
+        """Run the sparse prefills of configurations that have one and whose budget does not cover the prompt."""
         configs = {index: self.run.configs[index] for index in indices}
         context, sample, resources = self.sample.context, self.sample.prompt.sample_id, self.sample.resources
         n = len(context)
@@ -193,63 +197,68 @@ class _BatchDecoder:
             if config.lined and config.kept_entries(n) < n
         }
 
-    def _evict(self, index: int, indices: tuple[int, ...], own: Mapping[int, SparsePrefill]) -> _EvictedLayer:
-        """Return one layer: its rows are one that keeps everything, the configurations, and more of the first kind."""
+    def _evict(self, index: int, indices: tuple[int, ...], sparse: Mapping[int, SparsePrefill]) -> _EvictedLayer:
+        """Return one layer: a row that keeps everything, a row per configuration, and more of the first kind as padding."""
         layer, configs = self.sample.layer(index), self.run.configs
         kept = gather_kept(self.layers[index].groups, set(indices), self.kept[index], layer.keys, layer.values)
-        made = correcting.corrections(layer, kept.entries, configs)
-        left = correcting.isolated_perturbations(layer, self.sample.full.steps, made)
+        corrections = correcting.corrections(layer, kept.entries, configs)
+        corrected_perturbations = correcting.isolated_perturbations(layer, self.sample.full.steps, corrections)
         kept, moved = self._store_entries(layer, kept)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
-        held_by = kept.entries | page_reading.page_reading_rows(layer, {place: configs[place] for place in indices})
-        held_by |= {place: everything for place in indices if configs[place].lined}
-        held_by |= {place: prefilled.rows[index] for place, prefilled in own.items()}
-        rows = [everything, *(held_by[place] for place in indices)]
+        rows_by_config = kept.entries | page_reading.page_reading_rows(
+            layer, {config: configs[config] for config in indices}
+        )
+        rows_by_config |= {config: everything for config in indices if configs[config].lined}
+        rows_by_config |= {config: prefilled.rows[index] for config, prefilled in sparse.items()}
+        rows = [everything, *(rows_by_config[config] for config in indices)]
         rows += [everything] * (self.rows - len(rows))
-        stand_ins = {row: made[place].stand_in for row, place in enumerate(indices, start=1) if place in made}
+        stand_ins = {
+            row: corrections[config].stand_in for row, config in enumerate(indices, start=1) if config in corrections
+        }
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        return _EvictedLayer(cache, kept.order, kept.masks, moved | left)
+        return _EvictedLayer(cache, kept.order, kept.masks, moved | corrected_perturbations)
 
     def _store_entries(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
-        """Return the entries as the cache holds them, and what those in few bits change in this layer alone.
+        """Return the entries as the cache stores them, and isolated perturbations of quantised configurations.
 
-        That is measured where they stand in the prompt, as everything isolated is.
+        Those are measured at the positions in the prompt, like all isolated quantities.
         """
         configs = self.run.configs
-        there = quantisation.quantise_kept(kept, configs)
-        turned = positions.rotate_to_cache_positions(kept, configs, self.adapter.frequencies)
-        held = there if turned.entries == kept.entries else quantisation.quantise_kept(turned, configs)
-        few = {index: there.entries[index] for index in kept.order if configs[index].quantised}
-        for index in few:
+        stored = quantisation.quantise_kept(kept, configs)
+        rotated = positions.rotate_to_cache_positions(kept, configs, self.adapter.frequencies)
+        held = stored if rotated.entries == kept.entries else quantisation.quantise_kept(rotated, configs)
+        quantised_rows = {index: stored.entries[index] for index in kept.order if configs[index].quantised}
+        for index in quantised_rows:
             quantised.check_finite(self.finite, self.adapter.layer_indices[layer.index], held.entries[index])
-        return held, quantised.isolated_perturbations(layer, self.sample.full.steps, few)
+        return held, quantised.isolated_perturbations(layer, self.sample.full.steps, quantised_rows)
 
     def _position_offsets(self, indices: tuple[int, ...]) -> list[int]:
-        """Of each row, those that keep everything with it, how far its next position lies before n."""
-        own = positions.position_offsets([self.run.configs[index] for index in indices], self.sample.tokens)
-        return [0, *own, *[0] * (self.rows - 1 - len(own))]
+        """Return, per row of the batch, n minus its next position."""
+        offsets = positions.position_offsets([self.run.configs[index] for index in indices], self.sample.tokens)
+        return [0, *offsets, *[0] * (self.rows - 1 - len(offsets))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
-        """The step's quantities, without the rows that fill the batch up."""
-        result = measure.propagated_quantities(self.adapter, *step)
+        """Return the propagated quantities of a step, without the rows that pad the batch."""
+        quantities = measure.propagated_quantities(self.adapter, *step)
         if "outputs" in self.run.save:
-            result |= measure.raw_outputs(*step)
+            quantities |= measure.raw_outputs(*step)
         return {
-            name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor for name, tensor in result.items()
+            name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor
+            for name, tensor in quantities.items()
         }
 
     def _answers(
-        self, cache: CompactCache, asked: Float[Tensor, "row vocab"] | None, indices: tuple[int, ...]
+        self, cache: CompactCache, question_logits: Float[Tensor, "row vocab"] | None, indices: tuple[int, ...]
     ) -> dict[int | None, list[int]]:
-        """Each configuration's answer by its place; the full cache's under None, with the first configuration's.
+        """Return each configuration's answer; that of the full cache, under None, in the first configuration's batch.
 
-        `asked` are the logits after the question, which stays in the cache: None where there is none.
+        `question_logits` are those after the question, which stays in the cache; None where there is none.
         """
         first = 0 if 0 in indices else 1
         rows = range(first, 1 + len(indices))
         cache.forget(after=len(self.sample.question))
         cache.keep_rows(rows)
-        logits = self.sample.prefill.logits if asked is None else asked[first : rows.stop]
+        logits = self.sample.prefill.logits if question_logits is None else question_logits[first : rows.stop]
         with phase("answers"):
-            made = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
-        return dict(zip([None, *indices][first:], made, strict=True))
+            answers = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
+        return dict(zip([None, *indices][first:], answers, strict=True))
