@@ -133,13 +133,13 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(
 def test_working_memory_of_a_byte_takes_configurations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
     calls: list[int] = []
-    original = layer.measure.isolated
+    original = layer.measure.isolated_quantities
 
     def counted(*given: Any) -> Any:
         calls.append(len(given[1].kept))
         return original(*given)
 
-    monkeypatch.setattr(layer.measure, "isolated", counted)
+    monkeypatch.setattr(layer.measure, "isolated_quantities", counted)
     whole = trace_sample(adapter, PROMPT, run(configs)).arrays
     assert max(calls) > 4
     calls.clear()

@@ -96,7 +96,7 @@ def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.Mo
     adapter = exact_adapter("llama", 4, 2, seed=1)
     configs = (config("snapkv"), config("random"), config("streaming-llm(positions=in-cache)", selection="position"))
     at_once = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
-    monkeypatch.setattr(teacher_forcing, "_TOGETHER", 1)
+    monkeypatch.setattr(teacher_forcing, "_TOKENS_PER_PASS", 1)
     single = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
     assert at_once is not None
     assert single is not None

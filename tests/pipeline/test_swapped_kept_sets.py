@@ -239,7 +239,7 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
 ) -> None:
     question = pk.PatchingConfig(permutations=8, greedy=3, treatment_in=[[0]])
     asked: dict[str, Any] = {"question": question, "progress": False}
-    monkeypatch.setattr(swapping, "MOST", 3)
+    monkeypatch.setattr(swapping, "MOST_ROWS", 3)
     undisturbed = pk.patching(small(), PROMPTS, *sides("query"), path=tmp_path / "one.jsonl", **asked)
     path, keep, left = tmp_path / "two.jsonl", SwapStore.keep, [batches]
 

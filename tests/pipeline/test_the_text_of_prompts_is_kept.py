@@ -58,7 +58,7 @@ def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
     model, path = tiny_adapter(), tmp_path / "t.h5"
     pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)
     caplog.set_level(logging.INFO, "perturbkv")
-    monkeypatch.setattr(choosing, "trace", None)  # nothing is measured any more
+    monkeypatch.setattr(engine_choice, "trace", None)  # nothing is measured any more
     held = pk.measure(model, prompts(model), CONFIGS, path=path, progress=False)
     assert held.arrays["prompt_text"].tolist() == [f"{place} {SAID}\n\nWho?" for place in range(2)]
     assert "the text of 2 samples that were measured without it is added; --no-text" in caplog.text

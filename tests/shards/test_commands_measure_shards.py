@@ -137,7 +137,7 @@ def test_of_shards_that_end_at_once_one_joins_them(
     options = RunOptions(model=str(tiny[1]), dataset=str(tiny[3]), samples=2, budget=["24"], window=8)
     planned = plan(options, options.configs(["attention", "two-stage"]))
     engine, path, ended = OneAfterTheOther(), Path("t.h5").resolve(), threading.Barrier(2, timeout=60)
-    joined, made = sharding._joined, dict[int, Any]()
+    joined, made = sharding._join_if_complete, dict[int, Any]()
 
     def both_done(*asked: Any) -> bool:
         ended.wait()
@@ -150,7 +150,7 @@ def test_of_shards_that_end_at_once_one_joins_them(
             made[number] = error
             ended.abort()
 
-    monkeypatch.setattr(sharding, "_joined", both_done)
+    monkeypatch.setattr(sharding, "_join_if_complete", both_done)
     threads = [threading.Thread(target=measure, args=(number,)) for number in (1, 2)]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""Which heads look at the sentence that holds the answer while the model gives it? The scores headkv budgets by.
+"""Scores of heads by their attention to the sentence with the answer while the model answers, for headkv's budgets.
 
 Measured as HeadKV's released detection does (Fu et al., 2024, https://arxiv.org/abs/2410.19258, section 3.1; code:
 FYYFU/HeadKV, retrieval_head_detection_r2.py). The model answers greedily, at most as many tokens as the answer has, a
@@ -45,7 +45,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """Mean score of every head over the prompts that were answered right, and how many those are."""
+    """The mean score of every head over the prompts with a right answer, and the number of those prompts."""
 
     scores: Float[Tensor, "layer head"]
     right: int
@@ -53,36 +53,36 @@ class HeadScores:
 
 @memory.told()
 def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> HeadScores:
-    """Score every head.
+    """Return the scores of every head.
 
     Raises DatasetError for a prompt without its sentence, and where no answer is right; ActivationError for NaN or Inf.
     """
-    result, prompts = [], 0
+    scored, prompts = [], 0
     for evidence in asked:
         prompts += 1
         scores, text = score_prompt(adapter, evidence)
         if is_right(text, evidence.prompt.answers):
-            result.append(scores)
+            scored.append(scores)
         finished()
-    if not result:
+    if not scored:
         msg = (
             f"expected a right answer to one of {prompts} prompts at least, got none, and head scores count right "
             "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
         )
         raise DatasetError(msg)
-    return HeadScores(torch.stack(result).mean(dim=0), len(result))
+    return HeadScores(torch.stack(scored).mean(dim=0), len(scored))
 
 
 @torch.inference_mode()
 def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
-    """Every head's score on one prompt, whatever is answered, and the answer. Raises DatasetError."""
-    index = locate_sentence(evidence, adapter.tokenizer)
+    """Return every head's score on one prompt, and the answer, right or not. Raises DatasetError."""
+    span = locate_sentence(evidence, adapter.tokenizer)
     most = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
     scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), index, adapter.sinks(layer))
-        scores[layer] += mass.cpu() / (len(index) * most)
+        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
+        scores[layer] += mass.cpu() / (len(span) * most)
 
     finite = FiniteCheck()
     with capture(adapter, Observer(attention=observe, hidden=finite)):
@@ -92,7 +92,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
 
 
 def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
-    """The model's own greedy tokens: at most `most`, and none after an end or a new line, which is the last."""
+    """Return at most `most` greedy tokens of the model; an end token or a new line is the last."""
     cache, given, made = full_cache(adapter), list(prompt), list[int]()
     while len(made) < most:
         ids = torch.tensor([given], device=adapter.device)
@@ -108,29 +108,29 @@ def attention_inside(
     query: Float[Tensor, "head query d_head"],
     key: Float[Tensor, "kv_head key d_head"],
     scale: float,
-    index: range,
+    span: range,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Attention of the last queries on the entries at `index`, where they are among the |place| largest; mean."""
+    """Attention of the last queries on the entries at `span`, where they are among the |place| largest; mean."""
     heads, queries, d_head = query.shape
     kv_heads, keys, _ = key.shape
-    result = []
+    masses = []
     of_groups = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
     for kv_head, group in enumerate(query.view(kv_heads, heads // kv_heads, queries, d_head)):
         rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, of_groups[kv_head])
-        largest = rows.topk(min(len(index), keys), dim=-1)
-        inside = (largest.indices >= index.start) & (largest.indices < index.stop)
-        result.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
-    return torch.cat(result)
+        largest = rows.topk(min(len(span), keys), dim=-1)
+        inside = (largest.indices >= span.start) & (largest.indices < span.stop)
+        masses.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
+    return torch.cat(masses)
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
-    """Whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
+    """Return whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
     return any(_word_f1(_words(text), _words(answer)) > 0.5 for answer in answers)
 
 
-def _word_f1(result: Counter[str], wanted: Counter[str]) -> float:
-    return 2 * (result & wanted).total() / max(1, result.total() + wanted.total())
+def _word_f1(words: Counter[str], wanted: Counter[str]) -> float:
+    return 2 * (words & wanted).total() / max(1, words.total() + wanted.total())
 
 
 def _words(text: str) -> Counter[str]:
@@ -139,7 +139,7 @@ def _words(text: str) -> Counter[str]:
 
 
 def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
-    """Where the sentence's tokens stand in the prompt. Raises DatasetError where they do not, or there is no answer."""
+    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without them or without an answer."""
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
         ids = _tokenize(text, tokenizer)

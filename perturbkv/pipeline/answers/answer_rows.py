@@ -1,7 +1,4 @@
-"""Answers as people read them and JSON holds them: text and score of each, prompt by prompt.
-
-A run that answers: one prompt after the other, each from all of its caches, as its line of a file tells it.
-"""
+"""Answers of prompts as text with scores, for people and for JSON: one object per prompt."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ _FULL = "full cache"
 def answer_row(
     prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """The sample's line: every answer with its score from 0 to 1, null where it has none, and what its cache held."""
+    """Return a prompt's object: every answer with its score from 0 to 1, null where it has none, and its cache's share."""
     metric = graded.get(prompt.grading)
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
 
-    def said(tokens: list[int]) -> dict[str, Any]:
+    def answer_object(tokens: list[int]) -> dict[str, Any]:
         score = grading.grade(grading.text_of(tokens, decode), prompt, graded)
         return {"tokens": tokens, "text": decode(tokens), "score": score if metric else None}
 
@@ -42,9 +39,9 @@ def answer_row(
         "question": decode(list(question), skip_special_tokens=True),
         "answers": list(prompt.answers),
         "metric": metric.name if metric else None,
-        "full": said(answers.full),
+        "full": answer_object(answers.full),
         "evicted": {
-            label: {"held_share": held, **stored, **said(tokens)}
+            label: {"held_share": held, **stored, **answer_object(tokens)}
             for label, held, stored, tokens in zip(
                 labels, answers.held, _byte_shares(answers), answers.evicted, strict=True
             )
@@ -55,19 +52,19 @@ def answer_row(
 
 
 def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
-    """Every cache's, step by step; None where it was not asked for."""
-    result = answers.divergence
-    if result is None:
+    """Return every cache's divergence per step; None where it was not measured."""
+    divergence = answers.divergence
+    if divergence is None:
         return None
-    caches = zip(labels, result.kl.tolist(), result.top1.tolist(), strict=True)
+    caches = zip(labels, divergence.kl.tolist(), divergence.top1.tolist(), strict=True)
     return {
-        "noise_floor": result.noise_floor.tolist(),
+        "noise_floor": divergence.noise_floor.tolist(),
         "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
     }
 
 
 def _byte_shares(answers: Answers) -> list[dict[str, float]]:
-    """What each cache takes of the full one's bytes; nothing where all store 16 bits."""
+    """Return each cache's share of the full one's bytes; empty where all store 16 bits."""
     return [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
 
@@ -89,12 +86,12 @@ def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any
 
 @dataclass(frozen=True, repr=False)
 class Generation(Sequence[Answers]):
-    """What the caches of several prompts wrote: a sequence of `Answers`, one per prompt, that shows itself as text.
+    """The answers of several prompts: a sequence of `Answers`, one per prompt, that shows itself as text.
 
     Attributes:
         members: the answers, token by token.
-        written: the same as `perturbkv generate --json` tells it, an object per prompt (`docs/json.md`), with the run:
-            what `divergence` and `judge` look at.
+        written: the same as in `perturbkv generate --json`, an object per prompt (`docs/json.md`), with the run; the
+            input of `divergence` and `judge`.
     """
 
     members: tuple[Answers, ...]
@@ -102,7 +99,7 @@ class Generation(Sequence[Answers]):
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """An object per prompt."""
+        """One object per prompt."""
         return self.written.rows
 
     def __len__(self) -> int:
@@ -120,23 +117,23 @@ class Generation(Sequence[Answers]):
         return self.members[place]
 
     def to_dict(self) -> dict[str, Any]:
-        """`samples`: one object per prompt, as `docs/json.md` says."""
+        """Return `samples`: one object per prompt, as in `docs/json.md`."""
         return {"samples": list(self.rows)}
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`.
+        """Return a row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`.
 
         `bytes_share` beside them, of the full cache's bytes, where a configuration stores few bits or is corrected.
         """
         return [
-            {"sample": one["sample"], "config": name, "held_share": made["held_share"],
-             "tokens": len(made["tokens"]), "score": made["score"], "text": made["text"], **_byte_share(one, made)}
-            for one in self.rows
-            for name, made in _caches(one).items()
+            {"sample": row["sample"], "config": name, "held_share": cache["held_share"],
+             "tokens": len(cache["tokens"]), "score": cache["score"], "text": cache["text"], **_byte_share(row, cache)}
+            for row in self.rows
+            for name, cache in _caches(row).items()
         ]  # fmt: skip
 
     def to_frame(self) -> Any:
-        """A `pandas.DataFrame` of `records`."""
+        """Return a `pandas.DataFrame` of `records`."""
         import pandas as pd
 
         return pd.DataFrame(self.records())
@@ -149,22 +146,22 @@ class Generation(Sequence[Answers]):
 
 
 def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name -> what it wrote and held, the full cache first."""
+    """Return, by cache name, the answer and the shares; the full cache first."""
     return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
 
 
-def _byte_share(row: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, float]:
-    """A cache's `bytes_share`, where those of its prompt have one."""
-    return {"bytes_share": made.get("bytes_share", 1.0)} if _has_bytes(row) else {}
+def _byte_share(row: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
+    """Return a cache's `bytes_share`; empty where the prompt's caches have none."""
+    return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_bytes(row) else {}
 
 
 def _has_bytes(row: Mapping[str, Any]) -> bool:
-    return any("bytes_share" in made for made in row["evicted"].values())
+    return any("bytes_share" in cache for cache in row["evicted"].values())
 
 
-def _describe_cache(made: Mapping[str, Any]) -> str:
-    few = f", bytes / full {made['bytes_share']:.2f}" if "bytes_share" in made else ""
-    return f"held / full {made['held_share']:.2f}{few}"
+def _describe_cache(cache: Mapping[str, Any]) -> str:
+    few = f", bytes / full {cache['bytes_share']:.2f}" if "bytes_share" in cache else ""
+    return f"held / full {cache['held_share']:.2f}{few}"
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -176,22 +173,22 @@ def _one_line(text: str) -> str:
 
 
 def _text_lines(row: Mapping[str, Any]) -> list[str]:
-    """A prompt's answers for a terminal, each beneath the cache that wrote it."""
+    """Return a prompt's answers for a terminal, each below the name of its cache."""
     lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
-    for name, made in _caches(row).items():
-        score = "" if made["score"] is None else f", {row['metric']} {made['score']:.3f}"
-        lines += [f"  {line(name)} ({_describe_cache(made)}{score}):", f"    {_one_line(made['text'])}"]
+    for name, cache in _caches(row).items():
+        score = "" if cache["score"] is None else f", {row['metric']} {cache['score']:.3f}"
+        lines += [f"  {line(name)} ({_describe_cache(cache)}{score}):", f"    {_one_line(cache['text'])}"]
     return lines
 
 
 def _table(row: Mapping[str, Any]) -> Table:
-    """A prompt's answers for a notebook, what was expected above them; scores only where there is a metric."""
+    """Return a prompt's answers for a notebook, with the expected ones; scores only where there is a metric."""
     graded = row["metric"] is not None
     lines = [("expected", "", *[""] * (_has_bytes(row) + graded), " | ".join(row["answers"]))] if row["answers"] else []
-    for name, made in _caches(row).items():
-        score = [f"{made['score']:.3f}"] if graded else []
-        few = [f"{share:.2f}" for share in _byte_share(row, made).values()]
-        lines.append((name, f"{made['held_share']:.2f}", *few, *score, _one_line(made["text"])))
+    for name, cache in _caches(row).items():
+        score = [f"{cache['score']:.3f}"] if graded else []
+        few = [f"{share:.2f}" for share in _byte_share(row, cache).values()]
+        lines.append((name, f"{cache['held_share']:.2f}", *few, *score, _one_line(cache["text"])))
     columns = (
         "cache",
         "#held / full",
@@ -204,7 +201,7 @@ def _table(row: Mapping[str, Any]) -> Table:
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """One prompt's answers, and its line of generation.jsonl."""
+    """One prompt's answers, and its object of generation.jsonl."""
 
     answers: Answers
     row: dict[str, Any]
@@ -214,21 +211,23 @@ def answer_prompt(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources
 ) -> AnsweredPrompt:
     """Answer a prompt from its full cache and every configuration's. Raises what `answer` raises."""
-    made = answer(adapter, prompt, run, options, resources)
-    line = answer_row(prompt, made, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
-    return AnsweredPrompt(_move_to_cpu(made), line)
+    answers = answer(adapter, prompt, run, options, resources)
+    line = answer_row(prompt, answers, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
+    return AnsweredPrompt(_move_to_cpu(answers), line)
 
 
-def _move_to_cpu(made: Answers) -> Answers:
-    """The answers with nothing left on a device: they outlive the model, and go to other processes."""
+def _move_to_cpu(answers: Answers) -> Answers:
+    """Return the answers with all tensors on the CPU, as they outlive the model and go to other processes."""
     compressions = [
         replace(
             one, perturbation=one.perturbation.cpu(), output_norm=one.output_norm.cpu(),
             retained_mass=one.retained_mass.cpu(),
         )
-        for one in made.compressions
+        for one in answers.compressions
     ]  # fmt: skip
-    result = made.divergence
-    if result is not None:
-        result = replace(result, kl=result.kl.cpu(), top1=result.top1.cpu(), noise_floor=result.noise_floor.cpu())
-    return replace(made, compressions=compressions, divergence=result)
+    divergence = answers.divergence
+    if divergence is not None:
+        divergence = replace(
+            divergence, kl=divergence.kl.cpu(), top1=divergence.top1.cpu(), noise_floor=divergence.noise_floor.cpu()
+        )
+    return replace(answers, compressions=compressions, divergence=divergence)

@@ -1,6 +1,6 @@
 """Greedy generation from evicted caches: all configurations of a prompt as one batch, each stopping at its own end.
 
-A prompt read for its answer: each layer is evicted as soon as it is read, and nothing is measured.
+The prompt is prefilled without measurement, each layer evicted as soon as it is done.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def read_evicting(
     with_full: bool = False,
     above: int = 0,
 ) -> EvictedPrompt:
-    """Prefill, and evict each layer as soon as it is read: at no time does more than one layer's full cache lie there.
+    """Prefill, and evict each layer as soon as it is done, so that no more than one layer's full cache is in memory.
 
-    `with_full` puts a row that keeps everything first, for which all layers stay. So they do until the prompt is read
-    where a configuration looks at all layers or at a replay; then one is let go after the other. A prompt of at most
-    `above` entries is kept whole, for compressions that come later.
+    `with_full` puts a row that keeps everything first, for which all layers stay. They also stay until the end of the
+    prefill where a configuration needs all layers or a replay, and are then freed one after the other. A prompt of at
+    most `above` entries is kept whole, for later compressions.
 
     Raises what `entries.check_positions` raises.
     """
@@ -77,11 +77,11 @@ def read_evicting(
 
 
 class _RowBuilder:
-    """The rows of the cache to be, layer by layer: one that keeps everything where it is asked for, and the run's.
+    """The builder of a cache's rows, layer by layer: one that keeps everything where requested, and the run's.
 
     Args:
         adapter: the model.
-        run: whose configurations are evicted.
+        run: the run of the configurations.
         with_full: whether a row that keeps everything comes first.
         keeps: whether nothing is evicted yet.
     """
@@ -95,14 +95,14 @@ class _RowBuilder:
         self.queries: list[Tensor] = []
         self.stored = FiniteCheck()
 
-    def visit(self, result: Statistics, seen: LayerView) -> None:
-        """Take a layer that was read: its last queries, and its entries unless all layers are waited for."""
-        self.queries.append(seen.queries[:, -self._window :].clone())
+    def visit(self, statistics: Statistics, view: LayerView) -> None:
+        """Take a layer's last queries, and evict it unless all layers are needed first."""
+        self.queries.append(view.queries[:, -self._window :].clone())
         if not self.whole:
-            self._evict(FullLayer(self._adapter, result, seen.layer, seen.keys, seen.values))
+            self._evict(FullLayer(self._adapter, statistics, view.layer, view.keys, view.values))
 
     def evict_all(self, read: Prefill) -> None:
-        """Evict all layers of a prompt that was read, each let go when it is evicted."""
+        """Evict all layers after the prefill, and free each one's full cache."""
         for index in range(len(self._adapter.layers)):
             self._evict(FullLayer.of(self._adapter, read, index))
             held = self._adapter.held(read.cache, index)
@@ -123,9 +123,9 @@ class _RowBuilder:
         return [quantisation.quantise_entries(row, one) if one.quantised else row for one in self._configs]
 
     def _kept_entries(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
-        """Return what each configuration keeps, and what stands in for what it does not."""
+        """Return the kept entries of each configuration, and the corrections for evicted ones."""
         configs = self._configs
-        read = page_reading.page_reading_rows(layer, dict(enumerate(configs)))
+        read = page_reading.cache_rows(layer, dict(enumerate(configs)))
         if len(read) == len(configs):
             return [read[index] for index in range(len(configs))], {}
         chosen = layer.groups(configs)
@@ -140,7 +140,7 @@ class _RowBuilder:
 
 
 def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
-    """Raise ConfigError where answers cannot be generated as asked: `most` tokens each, None: as the dataset says."""
+    """Raise ConfigError for options that no answers can be generated with; `most` tokens each, None: the data's."""
     if most is not None and most < 1:
         msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
         raise ConfigError(msg)
@@ -162,7 +162,7 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
 
 
 def check_memory(planned: Plan) -> None:
-    """Raise ConfigError where the bound on memory would divide configurations that answer in one batch."""
+    """Raise ConfigError where the bound on memory would split the batch of configurations that answer."""
     bound, configs = planned.resources.max_bytes, len(planned.run.configs)
     if bound is not None and len(planned.batches.places) > 1:
         msg = (
@@ -183,35 +183,38 @@ def generate(
 ) -> list[list[int]]:
     """Return at most `most` tokens per row of the prompt's cache, greedily; a row ends before the first end token.
 
-    Where there is no question, first tokens come from the prompt's logits; `check` looks at all others. Without a
-    compressor, rows that ended leave the cache once they are half of it.
+    Without a question, first tokens come from the prompt's logits; `check` checks all others. Without a compressor, rows
+    that ended leave the cache once they are half of it.
     """
     finite, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
     rows = cache.layers[0].batch
     watch = Observer(attention=None if compressor is None else compressor.watch)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
     following = read.logits.argmax(dim=-1).expand(rows)
-    made: list[list[int]] = [[] for _ in range(rows)]
-    held, open_rows = list(range(rows)), set(range(rows))
+    answers: list[list[int]] = [[] for _ in range(rows)]
+    batch_rows, open_rows = list(range(rows)), set(range(rows))
     with decode_from(adapter, cache), capture(adapter, watch):
         if question:
             following = _next_tokens(adapter, cache, ids, finite)
         for count in range(1, most + 1):
-            for row, token in zip(held, following.tolist(), strict=True):
+            for row, token in zip(batch_rows, following.tolist(), strict=True):
                 if row in open_rows and token not in ends:
-                    made[row].append(token)
+                    answers[row].append(token)
                 else:
                     open_rows.discard(row)
             if not open_rows or count == most:
                 break
             if compressor is not None:
                 compressor.compress(count)
-            elif 2 * len(open_rows) <= len(held):
-                going_on = [index for index, row in enumerate(held) if row in open_rows]
-                cache.keep_rows(going_on)
-                held, following = [held[index] for index in going_on], following[on_device(going_on, adapter.device)]
+            elif 2 * len(open_rows) <= len(batch_rows):
+                open_indices = [index for index, row in enumerate(batch_rows) if row in open_rows]
+                cache.keep_rows(open_indices)
+                batch_rows, following = (
+                    [batch_rows[index] for index in open_indices],
+                    following[on_device(open_indices, adapter.device)],
+                )
             following = _next_tokens(adapter, cache, following.unsqueeze(-1), finite)
-    return made
+    return answers
 
 
 def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
@@ -222,14 +225,14 @@ def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: Fini
 
 @dataclass(frozen=True)
 class Answers:
-    """What one prompt's caches generated.
+    """The answers of one prompt from all caches.
 
     Attributes:
         full: token ids from the full cache.
         evicted: token ids from each configuration's.
         held: entries of each configuration's cache over those of the full one, after the prompt's compressed part.
-        compressions: those that came later.
-        divergence: of the evicted caches while they read the full cache's answer, where it was asked for.
+        compressions: later compressions of the caches.
+        divergence: divergence of the evicted caches on the full cache's answer, where requested.
         stored: bytes of each configuration's entries over those of the full cache in 16 bits, likewise; empty where no
             configuration stores few bits or is corrected.
     """
@@ -244,7 +247,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are generated, beside a run's own settings.
+    """The options of generation beside a run's own settings.
 
     Attributes:
         compress_every: entries of a cache above which it is compressed again; None: never.
@@ -281,9 +284,9 @@ def answer(
 
 
 def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
-    """Entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share).
+    """Return the entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share).
 
-    Of a row that reads pages those that it reads.
+    For a row that reads pages, the entries that it reads.
     """
     full, *held = (
         sum(_attended_entries(layer, row, configs) for layer in cache.evicted) for row in range(1 + len(configs))
@@ -292,7 +295,7 @@ def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> lis
 
 
 def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
-    """Entries that a row of one layer looks at; the first row keeps everything."""
+    """Return the number of entries that a row of one layer attends to; the first row keeps everything."""
     lengths = layer.lengths(row)
     if not row or not configs[row - 1].reads:
         return sum(lengths)
@@ -302,9 +305,9 @@ def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedC
 
 
 def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
-    """Bytes that each row stores over those of the first row, in 16 bits; nothing where all are in 16 and uncorrected.
+    """Return the bytes of each row, corrections included, over those of the first row in 16 bits, before decoding.
 
-    Entries, and what stands in for others; nothing has been decoded yet.
+    Empty where all rows store 16 bits without corrections.
     """
     if all(config.evicts_alone for config in configs):
         return []
@@ -321,9 +324,9 @@ def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head:
 
 
 def end_tokens(adapter: Adapter) -> set[int]:
-    """Tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
     settings = getattr(adapter.model, "generation_config", None)
-    result: set[int | None] = set()
+    tokens: set[int | None] = set()
     for ends in (getattr(adapter.tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None)):
-        result |= set(ends) if isinstance(ends, list | tuple) else {ends}
-    return {end for end in result if end is not None}
+        tokens |= set(ends) if isinstance(ends, list | tuple) else {ends}
+    return {end for end in tokens if end is not None}

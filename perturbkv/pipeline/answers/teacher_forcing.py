@@ -1,7 +1,6 @@
-"""How far evicted caches lead the model away while all of them read the full cache's own answer (teacher forcing).
+"""Divergence of evicted caches while all of them read the full cache's own answer (teacher forcing).
 
-Free answers part at the first token that differs and say little of each other afterwards; reading one text, every cache
-gives a distribution for each next token of it (METHOD: KL(full ‖ evicted), top-1 agreement, at each decode step).
+Free answers are hard to compare after the first token that differs; reading one text, every cache gives a distribution for each next token of it (METHOD: KL(full ‖ evicted), top-1 agreement, at each decode step).
 Caches are compressed again where they were while they answered freely: when they hold more than the limit.
 """
 
@@ -23,15 +22,15 @@ from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
 _TOKENS_PER_PASS = 16
-"""Tokens read in one pass at most: their logits, of all caches, lie there at once."""
+"""Largest number of tokens per pass: their logits, of all caches, are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What every cache makes of each next token of the full cache's answer; step t has read t + 1 of its tokens.
+    """The divergence of every cache at each token of the full cache's answer; step t has read t + 1 of its tokens.
 
     Attributes:
-        kl: nat.
+        kl: KL(full ‖ evicted) in nat.
         top1: whether the full and the evicted run would take the same token.
         noise_floor: KL of a cache of the same kind that keeps everything: what rounding alone does.
     """
@@ -50,17 +49,17 @@ def teacher_force(
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> Divergence:
-    """Read the question and then `tokens` from every row of `cache`, and as the plain model reads them: the reference.
+    """Read the question and then `tokens` from every row of `cache`, and with the plain model as the reference.
 
-    The first row keeps everything; the plain model's cache are its entries. `compressor` is the cache's; `check` looks
-    at all logits.
+    The first row keeps everything, and the plain model's cache has its entries. `compressor` is the cache's; `check`
+    checks all logits.
     """
     rows, finite = cache.layers[0].batch, check or FiniteCheck()
     reference = SharedCache(_full_cache_of_first_row(adapter, cache))
     watch = Observer(attention=None if compressor is None else compressor.watch)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
-        """Logits after each of these tokens: the reference's (token, vocab), every row's (row, token, vocab)."""
+        """Return logits after each of these tokens: the reference's (token, vocab), every row's (row, token, vocab)."""
         batch = ids.unsqueeze(0).expand(rows, -1)
         with decode_shared(adapter):
             full = _logits(adapter, reference, batch, finite)[0]
@@ -69,22 +68,22 @@ def teacher_force(
 
     for part in torch.split(on_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
         read(part)
-    ids, result = on_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
-    while len(result) < len(tokens):
+    ids, divergences = on_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
+    while len(divergences) < len(tokens):
         if compressor is not None:
-            compressor.compress(len(result) + 1)
-        ahead = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.room())
-        full, evicted = read(ids[len(result) : len(result) + ahead])
-        result += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
-    return _make_divergence(result, rows)
+            compressor.compress(len(divergences) + 1)
+        count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.room())
+        full, evicted = read(ids[len(divergences) : len(divergences) + count])
+        divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
+    return _make_divergence(divergences, rows)
 
 
 def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
-    """The first row's entries, which are all there were, as the model's own kind of cache."""
+    """Return the first row's entries, all of the prompt's, as the model's own kind of cache."""
     kinds = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
-    result = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
-    held = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
-    return rebuild_cache(adapter, result, held)
+    entries = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
+    windows = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
+    return rebuild_cache(adapter, entries, windows)
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
@@ -93,10 +92,10 @@ def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> 
     return logits
 
 
-def _make_divergence(result: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
-    """What the first row shows is rounding; a KL below 0 is too."""
-    if not result:
+def _make_divergence(divergences: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
+    """Return the divergence, with the first row as the noise floor; KL below 0 is rounding."""
+    if not divergences:
         nothing = torch.zeros(rows - 1, 0)
         return Divergence(nothing, nothing > 0, nothing[:0].sum(dim=0))
-    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*result, strict=True))
+    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*divergences, strict=True))
     return Divergence(kl[1:].clamp(min=0), top1[1:], kl[0].clamp(min=0))

@@ -1,8 +1,7 @@
-"""What a run will take: the trace's bytes on the disk, the journal's while it goes on, memory; and what takes less.
+"""Estimates of a run's footprint: the trace's and the journal's bytes on the disk, memory; and options that take less.
 
-Estimated from shapes alone. On the disk, numbers that were measured are taken to deflate as they did in traces of real
-prompts; of kept positions the shorter of mask and gaps is known, and how far it deflates is taken from SnapKV's and
-AdaKV's sets. Traces of SmolLM2-135M came out within a fifth of the estimate, with `--save outputs` within a quarter.
+Estimated from shapes alone. On the disk, variables are assumed to deflate as in traces of real prompts; for kept
+positions the shorter of mask and gaps is known, and its compression is taken from SnapKV's and AdaKV's sets. Traces of SmolLM2-135M came out within a fifth of the estimate, with `--save outputs` within a quarter.
 Memory is that of weights, the full cache of the longest prompt, the largest batch of evicted caches and `--chunk-mib`;
 activations are not in it.
 """
@@ -24,29 +23,29 @@ from perturbkv.pipeline.sample.layer import LOST_ENTRIES
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 
 _DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
-"""What is left of a type's bytes; of single numbers and of the text all is."""
+"""Share of a type's bytes after compression; single numbers and text keep all."""
 _CODES = 0.35
-"""What is left of codes of kept positions."""
+"""Share of the bytes of codes of kept positions after compression."""
 _HEADERS, _LABEL = 64 * 2**10, 370
-"""Bytes of a file that holds nothing, and of what it says of each configuration."""
+"""Bytes of an empty file, and of the metadata of each configuration."""
 _ENTRY = 2700
-"""Bytes of a sample's file in the journal beside its numbers: what it says of them."""
+"""Bytes of the metadata in a sample's file of the journal."""
 _PER_TOKEN = 12
-"""Bytes of a token's text, its number and its place."""
+"""Bytes of a token's text, its id and its offset."""
 _PER_ANSWER_TOKEN, _PER_ANSWER = 5, 40
-"""Bytes of a token of an answer's text, and of what HDF5 keeps beside each."""
+"""Bytes of a token of an answer's text, and of HDF5's overhead per answer."""
 _ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full", "digits")
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a run takes at most at once; those of the disk estimated, each sample's on its own.
+    """The largest number of bytes that a run takes at a time; those of the disk are estimates per sample.
 
     Attributes:
-        file: of the trace without its samples.
-        samples: of each sample in it.
-        journal: of each sample in the journal, until the trace is whole.
-        memory: of the device.
+        file: bytes of the trace without its samples.
+        samples: bytes of each sample in it.
+        journal: bytes of each sample in the journal, until the trace is complete.
+        memory: bytes of the device's memory.
     """
 
     file: int
@@ -66,7 +65,7 @@ class Footprint:
 
 
 def footprint(planned: Plan) -> Footprint:
-    """What a run takes."""
+    """Return the footprint of a run."""
     sizes = [
         _sample_bytes(planned, len(one.parts(planned.run.scenario)[0]), len(one.token_ids)) for one in planned.prompts
     ]
@@ -75,26 +74,26 @@ def footprint(planned: Plan) -> Footprint:
 
 
 def memory_bytes(planned: Plan) -> int:
-    """Weights, the longest prompt's full cache, the largest batch of evicted ones, and working memory."""
+    """Return the bytes of weights, the longest prompt's full cache, the largest batch of evicted ones, working memory."""
     weights = planned.files.weights_bytes(planned.placement.dtype)
     return weights + planned.caches_bytes() + planned.resources.chunk_bytes
 
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
-    """Options each of which alone makes the run fit what it does not; none where it fits, or where nothing does."""
-    result = footprint(planned)
-    on_disk = _options_for_disk(planned, result, disk_free) if result.disk > disk_free else ()
-    return [*on_disk, *(_options_for_memory(planned, memory_free) if result.memory > memory_free else ())]
+    """Return options each of which alone makes the run fit; none where it fits, or where no option suffices."""
+    estimate = footprint(planned)
+    on_disk = _options_for_disk(planned, estimate, disk_free) if estimate.disk > disk_free else ()
+    return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory > memory_free else ())]
 
 
-def _options_for_disk(planned: Plan, result: Footprint, free: int) -> Iterator[str]:
+def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator[str]:
     others = {
         "--no-kept": replace(planned, kept=False),
         "--no-text": replace(planned, text=False),
         "no --save outputs": replace(planned, run=replace(planned.run, save=())),
     }
     yield from (name for name, other in others.items() if other != planned and footprint(other).disk <= free)
-    ends = result.file + np.cumsum(result.samples) + np.cumsum(result.journal)
+    ends = estimate.file + np.cumsum(estimate.samples) + np.cumsum(estimate.journal)
     if fitting := int(np.searchsorted(ends, free, side="right")):
         yield f"--samples {fitting}, and the others elsewhere"
 
@@ -109,7 +108,7 @@ def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
 
 
 def _memory_in_16_bits(planned: Plan) -> int:
-    """Memory with numbers of two bytes; caches shrink as these do."""
+    """Return the memory that the run takes with numbers of two bytes."""
     import torch
 
     weights = planned.files.weights_bytes(torch.bfloat16)
@@ -122,7 +121,7 @@ def _plan_shape(planned: Plan) -> Shape:
 
 
 def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
-    """Bytes of each configuration alone, of the longest prompt."""
+    """Return the bytes of each configuration's row for the longest prompt."""
     run, prompts = planned.run, planned.prompts
     tokens = max(len(one.parts(run.scenario)[0]) for one in prompts)
     decoded = max(len(one.token_ids) for one in prompts) - tokens + max(run.steps, run.generate)
@@ -130,7 +129,7 @@ def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
 
 
 def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
-    """Bytes of a sample in the trace, and in the journal, which compresses nothing and holds no text."""
+    """Return the bytes of a sample in the trace, and in the journal, which is not compressed and has no text."""
     run, shape = planned.run, _plan_shape(planned)
     sizes = _axis_lengths(run, shape, read)
     codes = _code_bytes(run, shape, tokens) if planned.kept else 0
@@ -145,7 +144,7 @@ def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
 
 
 def _answer_bytes(run: RunConfig) -> int:
-    """The text of a sample's answers, the full cache's among them."""
+    """Return the bytes of the text of a sample's answers, the full cache's among them."""
     return (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
 
 
@@ -156,7 +155,7 @@ def _axis_lengths(run: RunConfig, shape: Shape, read: int) -> dict[str, int]:
 
 
 def _fixed_size_variables(planned: Plan) -> list[str]:
-    """The variables of a sample that lie along axes of one length, or have none."""
+    """Return the variables of a sample whose size does not depend on its text or kept positions."""
     left_out = {
         *TEXT,
         *ANSWER_TEXT,
@@ -169,14 +168,14 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
 
 
 def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
-    """Codes of all configurations: of each kept set a mask, or a byte for each entry where these are fewer."""
-    result = 0
+    """Return the bytes of all codes: for each kept set a mask, or a byte per entry where that is smaller."""
+    total = 0
     for config in run.configs:
         sets = shape.heads if config.granularity.name == "query" else shape.kv_heads
-        result += shape.layers * sets * min(mask_bytes(tokens), config.kept_entries(tokens))
-    return result
+        total += shape.layers * sets * min(mask_bytes(tokens), config.kept_entries(tokens))
+    return total
 
 
 def free_memory(planned: Plan) -> int:
-    """Bytes that the run may take where it computes."""
+    """Return the free bytes of the run's device."""
     return memory.free(planned.placement.device)

@@ -64,8 +64,8 @@ def intercept_attention(
 ) -> Iterator[None]:
     """Send this model's attention through `replacement(stock, module, args, kwargs)` inside the block.
 
-    Only that of the measured layers, unless `all_layers`. Other models in the process keep their attention. Raises ModelError
-    where the model's attention implementation is not registered with transformers' attention interface.
+    Only that of the measured layers, unless `all_layers`. Other models in the process keep their attention. Raises
+    ModelError where the model's attention implementation is not registered with transformers' attention interface.
     """
     name = adapter.model.config._attn_implementation
     registered = ALL_ATTENTION_FUNCTIONS.get(name)

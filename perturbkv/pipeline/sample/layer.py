@@ -1,4 +1,4 @@
-"""Measurement of one layer: kept sets of all configurations, isolated quantities of every step, largest evicted outputs.
+"""Measurement of one layer: kept sets of all configurations, isolated quantities, largest evicted outputs.
 
 The largest evicted outputs are those of the evicted entries with the largest ‖A_i 𝒱_i‖₁ = A_i ν_i under full attention
 at the first decode step. Nothing here waits for the device, so that a GPU works through all layers without a pause.
@@ -54,7 +54,7 @@ def rank_outputs(
 
 
 def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
-    """The evicted entries that add most, (config, head, ENTRIES): −1 and NaN where fewer went."""
+    """Return the evicted entries of the largest A ν, (config, head, lost_entry); −1 and NaN where fewer are evicted."""
     evicted = ~kept.gather(-1, ranked.position.expand_as(kept))
     ranks = torch.arange(1, LOST_ENTRIES + 1, dtype=torch.int32, device=kept.device)
     counted = evicted.cumsum(dim=-1, dtype=torch.int32)

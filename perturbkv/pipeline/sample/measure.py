@@ -83,7 +83,7 @@ def layer_reference(
 def isolated_quantities(
     reference: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """Return perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and noise floors (head,).
+    """Return perturbation, bounds and Assumption 1 of a layer and step, each (config, head), and noise floors (head,).
 
     Both sides are sums of the same query, keys and values, so that they differ by the rounding of `WORK` alone.
     """
@@ -117,7 +117,7 @@ def _distance_variables(name: str, distances: Distances, first: str = "") -> dic
 def _floor_variables(
     name: str, distances: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the noise floors by variable name: the distances of row 0, at least one rounding of the reference `full`."""
+    """Return the noise floors by variable name: the distances of row 0, at least one rounding of `full`."""
     floors = theory.noise_floors(Distances(distances.l1[0], distances.l2[0], distances.cosine[0]), full, inputs)
     return {name: floors.l1, f"{name}_l2": floors.l2, f"{name}_cosine": floors.cosine}
 

@@ -198,16 +198,14 @@ class _BatchDecoder:
         }
 
     def _evict(self, index: int, indices: tuple[int, ...], sparse: Mapping[int, SparsePrefill]) -> _EvictedLayer:
-        """Return one layer: a row that keeps everything, a row per configuration, and more of the first kind as padding."""
+        """Return one layer: a row that keeps everything, a row per configuration, and padding rows like the first."""
         layer, configs = self.sample.layer(index), self.run.configs
         kept = gather_kept(self.layers[index].groups, set(indices), self.kept[index], layer.keys, layer.values)
         corrections = correcting.corrections(layer, kept.entries, configs)
         corrected_perturbations = correcting.isolated_perturbations(layer, self.sample.full.steps, corrections)
         kept, moved = self._store_entries(layer, kept)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
-        rows_by_config = kept.entries | page_reading.page_reading_rows(
-            layer, {config: configs[config] for config in indices}
-        )
+        rows_by_config = kept.entries | page_reading.cache_rows(layer, {config: configs[config] for config in indices})
         rows_by_config |= {config: everything for config in indices if configs[config].lined}
         rows_by_config |= {config: prefilled.rows[index] for config, prefilled in sparse.items()}
         rows = [everything, *(rows_by_config[config] for config in indices)]

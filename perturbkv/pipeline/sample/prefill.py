@@ -114,7 +114,7 @@ class Statistics:
         return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
-        """Return a function from a configuration to its scores in one layer, shared between configurations of one score.
+        """Return a function from a configuration to its scores in one layer, computed once per score.
 
         `realised` is A of the first decoding query, where it is known.
         """
@@ -132,7 +132,7 @@ class Statistics:
     def of_model(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
-        """Return the result of `make` for the competing scores of all layers, once per key, score and number of kept sets.
+        """Return `make` of the competing scores of all layers, computed once per key, score and number of kept sets.
 
         Entries at both ends, which stay anyway, are left out.
         """
@@ -213,8 +213,8 @@ def prefill(
 ) -> Prefill:
     """Read the part of a prompt that is compressed, once; `given` are the sources of kept sets from outside.
 
-    With a `visitor` whose `whole` is false, a layer's keys and values are freed when the layer is done. Scores that need
-    a replay are computed last.
+    With a `visitor` whose `whole` is false, a layer's keys and values are freed when the layer is done. Scores that
+    need a replay are computed last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     ranked = [config for config in configs if not config.given and not config.lined]

@@ -1,4 +1,4 @@
-"""Configurations that read pages, from what a prefill knows of a layer: what they read, and their rows of a cache."""
+"""Configurations that attend to selected pages: the pages they select per step, and their rows of a cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 def read_page_groups(
     layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
 ) -> list[ReadGroup]:
-    """Return what the configurations that read pages read in one layer at each step, whose query is given."""
+    """Return the entries that page-reading configurations attend to in one layer, for each step's query."""
     return read_groups(configs, _page_maker(layer), queries, layer.tokens)
 
 
-def page_reading_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
-    """Return the rows of those that read pages, by index: the layer's own entries, borrowed, and who chooses of them.
+def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
+    """Return the cache rows of page-reading configurations: the layer's entries, borrowed, with a reader.
 
-    A budget that covers the prompt reads everything, as the run does that keeps everything.
+    Where the budget covers the prompt there is no reader, as in the row that keeps everything.
     """
     paged, n = _page_maker(layer), layer.tokens
     whole = borrow(layer.prompt_keys, layer.prompt_values)
@@ -37,7 +37,7 @@ def page_reading_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -
 
 
 def _page_maker(layer: FullLayer) -> Layers:
-    """Return what gives the layer in pages, made once for each size of them and each window."""
+    """Return a function from a configuration to the layer in pages, computed once per page size and window."""
     made: dict[tuple[int, int], PagedLayer] = {}
 
     def of(config: ResolvedConfig) -> PagedLayer:

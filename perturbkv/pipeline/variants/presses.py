@@ -1,10 +1,8 @@
-"""A kvpress press, run on the same model and the same tokens as for its users; what it keeps is a source.
+"""Kept sets from outside, a *source* per configuration: presses of kvpress, run on the same model and tokens; masks.
 
-It reads the prompt in a prefill of its own. What then lies in its cache is matched with the full cache's entries, less
-what it only masks (`masked_key_indices`): that is its kept set, and no entry of it may have changed. The model is left
-as it was.
-
-What tells the kept sets of configurations that rank nothing: a *source* for each, asked layer by layer.
+A press reads the prompt in a prefill of its own. The entries in its cache are matched with the full cache's, without
+those that it only masks (`masked_key_indices`): that is its kept set, and no entry of it may have changed. The model is
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 _log = logging.getLogger(__name__)
 _MASKED = "masked_key_indices"
 _INNER_PRESS = "prefilling_press"
-"""Where a press without a ratio has the one that it sets: PrefillDecodingPress."""
+"""Attribute with the press whose ratio is set, where a press has none: PrefillDecodingPress."""
 _DECODING = ("decoding_press", "decoding")
 """Parameters that make a press compress again while it decodes."""
 
 
 def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
-    """Run a configuration's press on a prompt; what tells its kept sets.
+    """Run a configuration's press on a prompt, and return the source of its kept sets.
 
     Raises ConfigError where the press fails or would decode differently; the source raises UnreadableError where it
     does not only evict.
@@ -55,26 +53,26 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
     if not set_ratio(press, len(token_ids), config.kept_entries(len(token_ids))):
         _log_ignored_budget(name)
     with phase("press"):
-        held, masked = _run_press(adapter, press, token_ids, name)
+        cached, masked = _run_press(adapter, press, token_ids, name)
 
     def kept(
         layer: int, key: Float[Tensor, "kv_head key d_head"], value: Float[Tensor, "kv_head key d_head"]
     ) -> Bool[Tensor, "kv_head key"]:
-        theirs, held[layer] = held[layer], (key[:0], value[:0])
-        result = _recover_layer(theirs, key, value, layer, name)
-        _check_intact(result, name, layer, key.dtype)
-        return _remove_masked(result, masked[layer]).mask(key.shape[1])
+        theirs, cached[layer] = cached[layer], (key[:0], value[:0])
+        recovered = _recover_layer(theirs, key, value, layer, name)
+        _check_intact(recovered, name, layer, key.dtype)
+        return _remove_masked(recovered, masked[layer]).mask(key.shape[1])
 
     return kept
 
 
 def _recover_layer(theirs: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str) -> LayerKept:
     try:
-        (result,) = recover([theirs], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
+        (recovered,) = recover([theirs], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
     except UnreadableError as error:
         msg = f"press '{name}': {error.reason}"
         raise UnreadableError(msg) from None
-    return result
+    return recovered
 
 
 @functools.cache
@@ -99,7 +97,7 @@ def set_ratio(press: Any, tokens: int, kept: int) -> bool:
 
 
 def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str) -> tuple[list[Any], list[Any]]:
-    """Per layer keys and values that the press leaves, and what it masks."""
+    """Return, per layer, the keys and values after the press, and its mask."""
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
@@ -114,7 +112,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
 
 @contextmanager
 def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Random numbers of a press depend on the prompt alone, and those of others not on the press; it logs nothing."""
+    """Make a press's random numbers depend on the prompt alone, and others' not on the press; silence its log."""
     devices = [device] if device.type == "cuda" else []
     with kvpress.quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(zlib.crc32(str(list(token_ids)).encode()))
@@ -123,7 +121,7 @@ def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> I
 
 @contextmanager
 def restore_model(adapter: Adapter) -> Iterator[None]:
-    """Take away what presses leave on a model: hooks, masks, a rotary module in each attention, replaced forwards."""
+    """Remove what presses leave on a model: hooks, masks, a rotary module in each attention, replaced forwards."""
     model, touched = adapter.model, [*adapter.attentions, adapter.model, adapter.model.model]
     before = [(module, dict(vars(module)), dict(module._modules), dict(module._forward_hooks)) for module in touched]
     attention = model.config._attn_implementation
@@ -138,25 +136,25 @@ def restore_model(adapter: Adapter) -> Iterator[None]:
 
 
 def _restore_items(held: Any, before: dict[Any, Any], names: Any) -> None:
-    """These entries as they were, gone where there were none."""
+    """Restore these items, and delete new ones."""
     for name in names:
         held.pop(name, None)
         if name in before:
             held[name] = before[name]
 
 
-def _check_intact(result: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
-    """Raise UnreadableError where anything but a kept set is left: other keys or values, entries twice or of nowhere.
+def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
+    """Raise UnreadableError where entries are not a kept set: other keys or values, duplicate or unknown entries.
 
-    A press that reads the prompt through another attention kernel rounds otherwise; this much is allowed.
+    A press that reads the prompt through another attention kernel rounds differently, which is allowed.
     """
-    said = [
-        f"{sum(result.strangers)} entries are like none of the prompt's" if any(result.strangers) else "",
-        f"{sum(result.duplicates)} entries are there twice" if any(result.duplicates) else "",
+    findings = [
+        f"{sum(recovered.strangers)} entries are like none of the prompt's" if any(recovered.strangers) else "",
+        f"{sum(recovered.duplicates)} entries are there twice" if any(recovered.duplicates) else "",
         *(_describe_change(what, distance, dtype) for what, distance in
-          (("keys", result.key_distance), ("values", result.value_distance))),
+          (("keys", recovered.key_distance), ("values", recovered.value_distance))),
     ]  # fmt: skip
-    if reasons := [one for one in said if one]:
+    if reasons := [one for one in findings if one]:
         msg = f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}"
         raise UnreadableError(msg)
 
@@ -166,15 +164,15 @@ def _describe_change(what: str, distances: Sequence[Tensor], dtype: torch.dtype)
     return f"{what} differ by up to {far:.2g} of their norm" if far > 2 * math.sqrt(torch.finfo(dtype).eps) else ""
 
 
-def _remove_masked(result: LayerKept, masked: Any) -> LayerKept:
-    """What is kept without the entries that the press masks: batch, head and place of each."""
+def _remove_masked(recovered: LayerKept, masked: Any) -> LayerKept:
+    """Return the kept entries without those that the press masks, given as batch, head and position of each."""
     if masked is None:
-        return result
-    positions = [one.clone() for one in result.positions]
-    _, heads, indices = (torch.as_tensor(kind).cpu() for kind in masked)
+        return recovered
+    positions = [one.clone() for one in recovered.positions]
+    _, heads, entries = (torch.as_tensor(kind).cpu() for kind in masked)
     for head, position in enumerate(positions):
-        position[indices[heads == head].to(position.device)] = NOWHERE
-    return LayerKept(tuple(positions), result.key_distance, result.value_distance)
+        position[entries[heads == head].to(position.device)] = NOWHERE
+    return LayerKept(tuple(positions), recovered.key_distance, recovered.value_distance)
 
 
 KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
@@ -184,10 +182,10 @@ KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
 def sources(
     adapter: Adapter, token_ids: Sequence[int], configs: Sequence[ResolvedConfig], masks: KeptMasks
 ) -> dict[ResolvedConfig, Source]:
-    """Of each configuration whose kept sets come from outside, what tells them.
+    """Return the source of each configuration whose kept sets come from outside.
 
-    Raises what `check` raises, and ConfigError where one has none, for masks of other shapes than the model's and the
-    prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
+    Raises what `check_sources` raises, and ConfigError where one has none, for masks of other shapes than the model's and
+    the prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
     """
     check_sources(configs, adapter.config, adapter.name)
     return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
@@ -210,13 +208,13 @@ def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: K
     if config not in masks:
         msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         raise ConfigError(msg)
-    own, wanted = masks[config], (adapter.kv_heads, tokens)
-    shapes = [tuple(mask.shape) for mask in own]
-    if len(own) != len(adapter.layers) or set(shapes) != {wanted}:
+    layer_masks, wanted = masks[config], (adapter.kv_heads, tokens)
+    shapes = [tuple(mask.shape) for mask in layer_masks]
+    if len(layer_masks) != len(adapter.layers) or set(shapes) != {wanted}:
         wrong = next((shape for shape in shapes if shape != wanted), wanted)
         msg = (
             f"expected kept sets (kv_head, key) {wanted} of {len(adapter.layers)} layers for '{config.policy}', got "
-            f"{wrong} of {len(own)}"
+            f"{wrong} of {len(layer_masks)}"
         )
         raise ConfigError(msg)
-    return lambda layer, key, value: own[layer].to(key.device)
+    return lambda layer, key, value: layer_masks[layer].to(key.device)

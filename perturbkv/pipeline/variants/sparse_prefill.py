@@ -1,8 +1,7 @@
-"""A prefill of its own, along lines: every layer's attention is masked by the lines that its own queries choose.
+"""Sparse prefill: every layer's attention is masked by the lines that its own queries select.
 
-Exact and dense, in chunks of queries: it shows what is lost, and computes masked logits that a sparse kernel would not.
-
-Configurations that read a prompt along lines, in the full prefill's own layers: lines, and isolated quantities.
+Exact and dense, in chunks of queries: it shows the loss, and computes masked logits that a sparse kernel would skip.
+Isolated quantities are measured in the layers of the full prefill.
 """
 
 from __future__ import annotations
@@ -35,19 +34,21 @@ from perturbkv.theory import WORK, Summands, softmax_with_sinks
 
 
 def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[LinedGroup]:
-    """Return the lines that each of these configurations that look along lines has in one layer of the full prefill."""
+    """Return the lines of the configurations with a sparse prefill in one layer of the full prefill."""
     made: dict[tuple[Positions, bool], LastQueries] = {}
-    result = layer.statistics
+    statistics = layer.statistics
 
     def of(config: ResolvedConfig) -> LastQueries:
-        asked = last(config, result.tokens)
+        asked = last(config, statistics.tokens)
         if (key := (asked, config.euclidean)) not in made:
-            queries = result.queries[asked][layer.index]
-            norms = (result.euclidean if config.euclidean else result.norms)[layer.index]
-            made[key] = last_query_weights(layer.adapter, layer.index, queries, layer.prompt_keys, norms, result.sample)
+            queries = statistics.queries[asked][layer.index]
+            norms = (statistics.euclidean if config.euclidean else statistics.norms)[layer.index]
+            made[key] = last_query_weights(
+                layer.adapter, layer.index, queries, layer.prompt_keys, norms, statistics.sample
+            )
         return made[key]
 
-    return lined_groups(configs, of, result.tokens, result.sample)
+    return lined_groups(configs, of, statistics.tokens, statistics.sample)
 
 
 def last_query_weights(
@@ -58,7 +59,7 @@ def last_query_weights(
     norms: Float[Tensor, "head key"],
     sample: str,
 ) -> LastQueries:
-    """What a layer's lines are chosen from; the queries are those of the last keys."""
+    """Return the attention from which a layer's lines are chosen; the queries are those of the last keys."""
     sharing, sinks = len(queries) // len(keys), adapter.sinks(layer)
     rows = [
         causal_rows(
@@ -77,31 +78,31 @@ def _head_slices(heads: int, sharing: int) -> list[slice]:
 def isolated_along_lines(
     layer: FullLayer, group: LinedGroup, summands: Summands, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """Return `measure.isolated_quantities`, the mean over the prompt's queries that are measured, each of the entries it sees.
+    """Return the mean of `measure.isolated_quantities` over the prompt's measured queries, each over its past entries.
 
-    `summands` are of the prompt's entries, and may hold more.
+    `summands` are those of the prompt's entries, and possibly of more.
     """
     queries, keys = layer.statistics.queries[group.measured][layer.index], layer.prompt_keys
-    result, sharing = group.seen(on_device(group.measured, keys.device)), layer.adapter.heads // group.kept_heads
-    kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (result.kept, result.stage1))
-    each = []
+    sets, sharing = group.seen(on_device(group.measured, keys.device)), layer.adapter.heads // group.kept_heads
+    kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (sets.kept, sets.stage1))
+    per_query = []
     for index, position in enumerate(group.measured):
         entries = slice(position + 1)
         weights, sink = theory.decode_weights(queries[:, index], keys[:, entries], layer.scale, layer.sinks)
         full = measure.layer_reference(weights, summands.of_first(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, index, entries], stage1[:, :, index, entries])
-        each.append(measure.isolated_quantities(full, masks, alphas))
-    return {name: torch.stack([one[name] for one in each]).mean(dim=0) for name in each[0]}
+        per_query.append(measure.isolated_quantities(full, masks, alphas))
+    return {name: torch.stack([one[name] for one in per_query]).mean(dim=0) for name in per_query[0]}
 
 
 @dataclass(frozen=True, eq=False)
 class SparsePrefill:
-    """What a prefill along lines leaves.
+    """The result of a sparse prefill.
 
     Attributes:
-        rows: per measured layer, all entries, which decoding looks at.
-        share: entries that its queries look at over those of a full prefill, n (n + 1) / 2 a head.
-        seconds: that it took, the choice of lines included.
+        rows: per measured layer all entries, to which decoding attends.
+        share: entries that its queries attend to over those of a full prefill, n (n + 1) / 2 per head.
+        seconds: its duration, the choice of lines included.
     """
 
     rows: list[KeptEntries]
@@ -118,7 +119,7 @@ def run_sparse_prefill(
     resources: Resources,
     finite: FiniteCheck,
 ) -> SparsePrefill:
-    """Read a prompt along the lines of one configuration; `finite` looks at the logits."""
+    """Prefill a prompt along the lines of one configuration; `finite` checks the logits."""
     attention, cache = _LineAttention(adapter, config, sample, resources), full_cache(adapter)
     with intercept_attention(adapter, attention):
         seconds, logits = _time_prefill(adapter, token_ids, cache)
@@ -131,12 +132,12 @@ def run_sparse_prefill(
 
 @torch.inference_mode()
 def full_prefill_seconds(adapter: Adapter, token_ids: Sequence[int]) -> float:
-    """Seconds of the full prefill, nothing watched."""
+    """Return the seconds of the full prefill without hooks."""
     return _time_prefill(adapter, token_ids, full_cache(adapter))[0]
 
 
 def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tuple[float, Tensor]:
-    """Seconds of a prefill, and the logits of its last position."""
+    """Return the seconds of a prefill, and the logits of its last position."""
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     _synchronise(adapter.device)
     begin = time.perf_counter()
@@ -152,7 +153,7 @@ def _synchronise(device: torch.device) -> None:
 
 @dataclass(eq=False)
 class _LineAttention:
-    """Stands in for the model's attention; `attended_entries` holds, per layer, the entries that a head looks at in all."""
+    """A replacement of the model's attention; `attended_entries` has, per layer, the number of entries per head."""
 
     adapter: Adapter
     config: ResolvedConfig
@@ -161,7 +162,7 @@ class _LineAttention:
     attended_entries: list[Tensor] = field(default_factory=list)
 
     def __call__(self, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-        """The masked attention of one layer: (1, query, head, d_head)."""
+        """Return the masked attention of one layer: (1, query, head, d_head)."""
         layer, (query, key, value) = self.adapter.layer_of(module), (one[0] for one in args[:3])
         parts = list(self._attend_in_chunks(layer, query, key, value))
         self.attended_entries.append(torch.stack([count for _, count in parts]).sum())
@@ -171,7 +172,7 @@ class _LineAttention:
     def _attend_in_chunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Outputs (head, query, d_head) chunk by chunk, and how many entries a head looks at in each."""
+        """Yield outputs (head, query, d_head) by chunks, each with the number of entries that a head attends to."""
         lines, n = self._choose_lines(layer, query, key, value), key.shape[1]
         size = max(1, working_bytes(key.device, self.resources.chunk_bytes) // (16 * len(query) * n))
         for first in range(0, n, size):
@@ -181,7 +182,7 @@ class _LineAttention:
             yield mixed, mask.sum(dtype=torch.float64) / len(mask)
 
     def _choose_lines(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Lines:
-        """As its own queries and values choose them."""
+        """Return the lines that the layer's own queries and values select."""
         projection, n = self.adapter.output_projection(layer), key.shape[1]
         if self.config.euclidean:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
@@ -200,8 +201,8 @@ class _LineAttention:
         mask: Tensor,
     ) -> Float[Tensor, "head query d_head"]:
         work, groups = torch.promote_types(query.dtype, torch.float32), len(key)
-        asked = query.to(work).reshape(groups, -1, query.shape[-1])
-        logits = (asked @ key.to(work).mT * self.adapter.scale(layer)).view(len(query), -1, key.shape[1])
+        queries = query.to(work).reshape(groups, -1, query.shape[-1])
+        logits = (queries @ key.to(work).mT * self.adapter.scale(layer)).view(len(query), -1, key.shape[1])
         logits.masked_fill_(~mask.repeat_interleave(len(query) // len(mask), dim=0), -torch.inf)
         weights = softmax_with_sinks(logits, self.adapter.sinks(layer))[0]
         mixed = weights.view(groups, -1, key.shape[1]) @ value.to(work)
