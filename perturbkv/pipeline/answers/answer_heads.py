@@ -111,7 +111,7 @@ def attention_inside(
     span: range,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Attention of the last queries on the entries at `span`, where they are among the |place| largest; mean."""
+    """Return the mean attention of the last queries to the entries of `span` that are among the |span| largest."""
     heads, queries, d_head = query.shape
     kv_heads, keys, _ = key.shape
     masses = []
@@ -139,7 +139,7 @@ def _words(text: str) -> Counter[str]:
 
 
 def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
-    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without them or without an answer."""
+    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without them or an answer."""
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
         ids = _tokenize(text, tokenizer)

@@ -24,7 +24,7 @@ _FULL = "full cache"
 def answer_row(
     prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """Return a prompt's object: every answer with its score from 0 to 1, null where it has none, and its cache's share."""
+    """Return a prompt's object: every answer with its score, 0 to 1 or null without a metric, and its cache's share."""
     metric = graded.get(prompt.grading)
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
 

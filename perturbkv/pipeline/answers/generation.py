@@ -183,8 +183,8 @@ def generate(
 ) -> list[list[int]]:
     """Return at most `most` tokens per row of the prompt's cache, greedily; a row ends before the first end token.
 
-    Without a question, first tokens come from the prompt's logits; `check` checks all others. Without a compressor, rows
-    that ended leave the cache once they are half of it.
+    Without a question, first tokens come from the prompt's logits; `check` checks all others. Without a compressor,
+    rows that ended leave the cache once they are half of it.
     """
     finite, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
     rows = cache.layers[0].batch

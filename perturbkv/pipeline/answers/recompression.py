@@ -1,8 +1,8 @@
 """Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
 
 A compression selects by the last queries of the row among the entries that are still cached. Its perturbation is
-measured at once, on the last query. Where positions are those in the cache, the remaining entries get new positions, and
-the row's next token follows them.
+measured at once, on the last query. Where positions are those in the cache, the remaining entries get new positions,
+and the row's next token follows them.
 """
 
 from __future__ import annotations

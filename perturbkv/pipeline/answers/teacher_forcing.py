@@ -1,6 +1,7 @@
 """Divergence of evicted caches while all of them read the full cache's own answer (teacher forcing).
 
-Free answers are hard to compare after the first token that differs; reading one text, every cache gives a distribution for each next token of it (METHOD: KL(full ‖ evicted), top-1 agreement, at each decode step).
+Free answers are hard to compare after the first token that differs; reading one text, every cache gives a
+distribution for each next token of it (METHOD: KL(full ‖ evicted), top-1 agreement, at each decode step).
 Caches are compressed again where they were while they answered freely: when they hold more than the limit.
 """
 

@@ -1,9 +1,11 @@
 """Estimates of a run's footprint: the trace's and the journal's bytes on the disk, memory; and options that take less.
 
 Estimated from shapes alone. On the disk, variables are assumed to deflate as in traces of real prompts; for kept
-positions the shorter of mask and gaps is known, and its compression is taken from SnapKV's and AdaKV's sets. Traces of SmolLM2-135M came out within a fifth of the estimate, with `--save outputs` within a quarter.
-Memory is that of weights, the full cache of the longest prompt, the largest batch of evicted caches and `--chunk-mib`;
-activations are not in it.
+positions the shorter of mask and gaps is known, and its compression is taken from SnapKV's and AdaKV's sets. Traces of
+SmolLM2-135M came out within a fifth of the estimate, with `--save outputs` within a quarter.
+
+Memory is that of weights, the full cache of the longest prompt, the largest batch of evicted caches and `--chunk-mib`,
+without activations.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from perturbkv import memory as memory
+from perturbkv import memory
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.kept_codec import mask_bytes
@@ -74,7 +76,7 @@ def footprint(planned: Plan) -> Footprint:
 
 
 def memory_bytes(planned: Plan) -> int:
-    """Return the bytes of weights, the longest prompt's full cache, the largest batch of evicted ones, working memory."""
+    """Return the bytes of weights, the longest prompt's full cache, the largest evicted batch and working memory."""
     weights = planned.files.weights_bytes(planned.placement.dtype)
     return weights + planned.caches_bytes() + planned.resources.chunk_bytes
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def is_single_pass(run: ResolvedRun) -> bool:
-    """Return whether evicted caches are read only once or, with a question, twice, and all their entries are the full one's.
+    """Return whether evicted caches are read once, or twice with a question, and hold only entries of the full one.
 
     Copying the kept entries for each pass then takes less than storing them.
     """

@@ -37,7 +37,7 @@ class HeadView:
 
     Attributes:
         layer, head: its indices.
-        entries: the entries that its query attends to; those that all configurations keep, the window included, always stay.
+        entries: the entries that its query attends to; those that all configurations keep always stay.
         kept: per configuration the set, (entry,) True where an entry stays.
     """
 
@@ -161,7 +161,7 @@ def _unsupported_property(config: EvictionConfig) -> str:
 
 
 def prefix_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:
-    """Return the first budget's configurations on a prefix. Raises BudgetError where too few entries are left to choose."""
+    """Return the first budget's configurations on a prefix. Raises BudgetError where too few entries are free."""
     first, *_ = group_by_budget(configs)
     try:
         return [replace(one, budget=Budget(settings.budget), window=settings.window) for one in first]

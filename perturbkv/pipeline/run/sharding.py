@@ -84,7 +84,7 @@ def run_shard(
 
 @contextmanager
 def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[Lock]:
-    """Yield the shard's lock, taken while the trace's is free: a process that joins shards takes them in the other order.
+    """Yield the shard's lock, taken while the trace's is free: joining takes the two in the other order.
 
     Raises HeldError, or waits, for the trace without blocking the shard; a join in progress is always awaited.
     """

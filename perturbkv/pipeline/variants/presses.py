@@ -184,8 +184,8 @@ def sources(
 ) -> dict[ResolvedConfig, Source]:
     """Return the source of each configuration whose kept sets come from outside.
 
-    Raises what `check_sources` raises, and ConfigError where one has none, for masks of other shapes than the model's and
-    the prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
+    Raises what `check_sources` raises, and ConfigError where one has none, for masks of other shapes than the model's
+    and the prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
     """
     check_sources(configs, adapter.config, adapter.name)
     return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
