@@ -29,7 +29,7 @@ from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
 from perturbkv.pipeline.run.searching import SearchSettings
-from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, plan_shape, rows_per_batch
+from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, rows_per_batch
 from perturbkv.storage.json_lines import sample_lines
 from perturbkv.storage.output import Lock, refusals
 from perturbkv.storage.patching_file import SwapStore
@@ -95,7 +95,7 @@ def patching(
 
 def game_of(ready: Plan, asked: PatchingConfig) -> Game:
     """Players and mixtures of a planned run, of which everything is known to be possible. Raises ConfigError."""
-    config, shape = ready.files.config, plan_shape(ready)
+    config, shape = ready.files.config, ready.shape
     check_sides(*ready.run.configs)
     if asked.outcome == "score" and not ready.run.generate:
         msg = "outcome score (--outcome score) expects answers; ask for them with --answers (Settings(generate=None))"
@@ -128,7 +128,7 @@ def cost(ready: Plan, asked: PatchingConfig, game: Game) -> dict[str, int]:
     count = greedy_count(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.named) - 1
-    rows = min(rows_per_batch(prompt, ready.resolved, plan_shape(ready), ready.resources) for prompt in ready.prompts)
+    rows = min(rows_per_batch(prompt, ready.resolved, ready.shape, ready.resources) for prompt in ready.prompts)
     total = named + of_shapley + of_greedy
     return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from perturbkv import memory
-from perturbkv.configs.resources import Shape, Workers
+from perturbkv.configs.resources import Workers
 from perturbkv.engines.scheduler import WorkerExit
 from perturbkv.engines.worker import Reply, Task, WorkerDevice
 from perturbkv.errors import ConfigError
@@ -184,9 +184,7 @@ def cores() -> int:
 
 def needed_bytes(planned: Plan) -> int:
     """Return the bytes of one worker: weights and caches."""
-    placement = planned.placement
-    shape = Shape.of(planned.files.config, placement.dtype.itemsize, planned.files.weights_bytes(placement.dtype))
-    return shape.weights_bytes + planned.caches_bytes()
+    return planned.shape.weights_bytes + planned.caches_bytes()
 
 
 def _check_memory(planned: Plan, workers: int) -> None:

@@ -101,7 +101,7 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
 
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
-    shape, largest = _plan_shape(planned), planned.batches.largest_bytes
+    shape, largest = planned.shape, planned.batches.largest_bytes
     least = max(_row_bytes(planned, shape))
     if least < largest and memory_bytes(planned) - largest + least <= free:
         yield f"--max-memory {math.ceil(least / 2**20)}MiB"
@@ -117,11 +117,6 @@ def _memory_in_16_bits(planned: Plan) -> int:
     return weights + planned.caches_bytes() * 2 // planned.placement.dtype.itemsize + planned.resources.chunk_bytes
 
 
-def _plan_shape(planned: Plan) -> Shape:
-    dtype = planned.placement.dtype
-    return Shape.of(planned.files.config, dtype.itemsize, planned.files.weights_bytes(dtype))
-
-
 def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
     """Return the bytes of each configuration's row for the longest prompt."""
     run, prompts = planned.run, planned.prompts
@@ -132,7 +127,7 @@ def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
 
 def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
     """Return the bytes of a sample in the trace, and in the journal, which is not compressed and has no text."""
-    run, shape = planned.run, _plan_shape(planned)
+    run, shape = planned.run, planned.shape
     sizes = _axis_lengths(run, shape, read)
     codes = _code_bytes(run, shape, tokens) if planned.kept else 0
     text = _PER_TOKEN * read + _answer_bytes(run) if planned.text else 0

@@ -95,6 +95,12 @@ class Plan:
         """The run with its resolved configurations."""
         return ResolvedRun.of(self.run, self.configs)
 
+    @property
+    def shape(self) -> Shape:
+        """The model's shape, in the run's precision."""
+        dtype = self.placement.dtype
+        return Shape.of(self.files.config, dtype.itemsize, self.files.weights_bytes(dtype))
+
     def model(self) -> Adapter:
         """Return the model with its weights, loaded unless it is already, with room for the longest prompt's caches.
 

@@ -267,9 +267,7 @@ class MixtureMeasurer:
         """Measure the mixtures that the store lacks, one batch after the other."""
         by_head = frozenset(self.named)
         lacking = self.store.lacks(sample, mixtures, by_head)
-        rows = rows_per_batch(
-            self.prompts[sample], self.planned.resolved, plan_shape(self.planned), self.planned.resources
-        )
+        rows = rows_per_batch(self.prompts[sample], self.planned.resolved, self.planned.shape, self.planned.resources)
         for start in range(0, len(lacking), rows):
             held = self._sample(sample, rows)
             self.store.keep(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
@@ -295,10 +293,4 @@ class MixtureMeasurer:
 def _prompts_in_memory(planned: Plan) -> int:
     """Return the number of prompts whose full caches take at most half of the free memory."""
     tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
-    return max(1, memory.free(planned.placement.device) // 2 // max(1, plan_shape(planned).full_cache_bytes(tokens)))
-
-
-def plan_shape(planned: Plan) -> Shape:
-    """The model's shape, in the run's precision."""
-    dtype = planned.placement.dtype
-    return Shape.of(planned.files.config, dtype.itemsize, planned.files.weights_bytes(dtype))
+    return max(1, memory.free(planned.placement.device) // 2 // max(1, planned.shape.full_cache_bytes(tokens)))
