@@ -126,4 +126,4 @@ def progress(
     """Return a bar with the time left on stderr, and what `beside` says; nothing where stderr is no terminal."""
     from perturbkv.pipeline.progress import bar
 
-    return bar(what, total, done, console=err, beside=beside)
+    return bar(what, total, done, console=err, status=beside)

@@ -88,7 +88,7 @@ def _taken(document: dict[str, Any]) -> list[tuple[str, str]]:
             memory.said(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
         )
         rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {there} free"))
-    said = f"no; each of these alone would: {'; '.join(document['advice'])}" if document["advice"] else "no"
+    said = f"no; each of these alone would: {'; '.join(document['suggest_options'])}" if document["advice"] else "no"
     return [*rows, ("fits", "yes" if document["fits"] else said)]
 
 
@@ -149,7 +149,7 @@ def _needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
         "journal_mib": journal / _MIB,
         "disk_free_mib": disk_free / _MIB,
         "fits": fits,
-        "advice": footprint.advice(planned, disk_free if folder else found.disk, memory_free),
+        "advice": footprint.suggest_options(planned, disk_free if folder else found.disk, memory_free),
     }
 
 

@@ -30,7 +30,7 @@ from perturbkv.escaping import line
 if TYPE_CHECKING:
     from perturbkv.configs.run import Shard
     from perturbkv.datasets.prompts import Prompts
-    from perturbkv.engines.choosing import Measuring
+    from perturbkv.engines.engine_choice import AnsweringEngine
     from perturbkv.models.loading import ModelFiles
     from perturbkv.pipeline.run.plan import Plan
     from perturbkv.pipeline.run.running import Engine, Progress
@@ -166,9 +166,9 @@ def make_traces(
     """
     if folder is None:
         return whole_or_left([measure(runs[0], planned[0], paths[0])], runs[0].as_json)
-    from perturbkv.engines import choosing
+    from perturbkv.engines import engine_choice
 
-    with choosing.engine(runs[0].engine_config, planned) as engine:
+    with engine_choice.open_engine(runs[0].engine_config, planned) as engine:
         traces = [
             measure(run, one, path, engine=engine, folder=folder)
             for run, one, path in zip(runs, planned, paths, strict=True)
@@ -177,7 +177,7 @@ def make_traces(
 
 
 def measure(
-    options: RunOptions, planned: Plan, path: Path, *, engine: Measuring | None = None, folder: Path | None = None
+    options: RunOptions, planned: Plan, path: Path, *, engine: AnsweringEngine | None = None, folder: Path | None = None
 ) -> Path | ShardDone:
     """Run what is missing of a trace, or of the shard of it that is asked for.
 
@@ -185,13 +185,13 @@ def measure(
     that is neither the file nor its folder: of a run of several traces. Raises PerturbkvErrors; finished samples
     survive all of them.
     """
-    from perturbkv.engines import choosing
+    from perturbkv.engines import engine_choice
 
     what = "samples" if folder is None else f"{planned.run.dataset}: samples"
-    chosen = choosing.engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
+    chosen = engine_choice.open_engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
     try:
         with chosen as measuring, console.progress(line(what), beside=measuring.alive) as bar:
-            return run_shard(options, planned, measuring, path, with_time_notes(bar.at, planned))
+            return run_shard(options, planned, measuring, path, with_time_notes(bar.update, planned))
     except InterruptedRunError as error:
         again = folder or (path if path == options.output else path.parent)
         msg = (
@@ -259,7 +259,7 @@ def plan(
     from perturbkv.cache import entries
     from perturbkv.configs.run import Settings
     from perturbkv.datasets import dataset_registry as datasets
-    from perturbkv.engines import choosing
+    from perturbkv.engines import engine_choice
     from perturbkv.models.loading import open_model, pick_dtype
     from perturbkv.pipeline.run.plan import Placement
     from perturbkv.pipeline.run.plan import plan as plan_run
@@ -269,7 +269,7 @@ def plan(
     from perturbkv.selection.resolved_config import resolve
 
     datasets.check_name(options.dataset)
-    resources, device = options.resources, choosing.device(options.engine_config, options.device)
+    resources, device = options.resources, engine_choice.pick_run_device(options.engine_config, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
     files = files or open_model(options.model, options.seed, options.revision or "")

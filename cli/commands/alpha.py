@@ -171,13 +171,13 @@ def _finished(session: Session, parts: Sequence[Fold], look: LookOptions) -> lis
 
 def _made(run: RunOptions, planned: Plan, parts: Sequence[Fold], session: Session) -> list[Trace]:
     """Return the traces of every fold's samples at what was chosen on the others, by one model."""
-    from perturbkv.engines import choosing
+    from perturbkv.engines import engine_choice
     from perturbkv.storage.trace.trace_file import read_trace
 
-    plans = [planned.narrowed(part.samples, part.distinct) for part in parts]
+    plans = [planned.narrow(part.samples, part.distinct) for part in parts]
     paths = [fold_file(session.output.path, part.number) for part in parts]
     replacing = dataclasses.replace(run, overwrite=True)  # the claim knows that they are ours
-    with choosing.engine(run.engine_config, plans) as engine:
+    with engine_choice.open_engine(run.engine_config, plans) as engine:
         for one, path in zip(plans, paths, strict=True):
             measure(replacing, one, path, engine=engine, folder=session.output.path)
     return [read_trace(Path(path)) for path in paths]

@@ -114,7 +114,7 @@ def _judge(
     time_limit: Annotated[float, Option(metavar="S", help="Seconds without an answer of the judge")] = 600,
 ) -> None:
     """Ask a judge about every answer, and keep what it said in judgements.jsonl."""
-    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split
+    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split_command
     from perturbkv.pipeline.answers.judging import check as check_judge
     from perturbkv.storage.answers_file import read_answers
     from perturbkv.storage.judgements import Judge
@@ -122,14 +122,14 @@ def _judge(
     known = ("judge", "pairwise", "seed", "scale", "time_limit")
     session, path = _answers_session("quality-judge", "quality --judge", run, look, known)
     _check_judge_options(run, pairwise)
-    asked = Judge(tuple(split(judge or "")), pairwise, run.seed, _scale(scale))
+    asked = Judge(tuple(split_command(judge or "")), pairwise, run.seed, _scale(scale))
     check_judge(asked, time_limit)
     answers = read_answers(path)
     said = session.output.path / FILE
     session.output.claim(resumable(said), writer=said)
     with session.claim([session.name]), Lock(said), console.progress("judgements") as bar:
         judgements = ask_judge(
-            answers, asked, path=said, overwrite=run.overwrite, limit=time_limit, progress=bar.at
+            answers, asked, path=said, overwrite=run.overwrite, limit=time_limit, progress=bar.update
         )  # fmt: skip
         _show(session, _judged(answers, asked, judgements), answers)
 
@@ -256,10 +256,10 @@ def _correlation_configs(
 ) -> tuple[EvictionConfig, ...]:
     """Return the methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
     from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
-    from perturbkv.pipeline.answers.generation import check_asked
+    from perturbkv.pipeline.answers.generation import check_answer_options
 
     configs = run.configs(names or parse_methods(METHODS))
-    check_asked(configs, max_new_tokens, None)
+    check_answer_options(configs, max_new_tokens, None)
     most = max(map(len, comparable_groups(configs).values()))
     if most < LEAST_CONFIGS:
         msg = f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"

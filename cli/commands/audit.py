@@ -105,7 +105,7 @@ def _audited(eviction: str, asked: AuditOptions) -> Audit:
     )
     adapter = load_weights(files, pick_dtype(asked.dtype, place), place, asked.seed)
     with console.progress("prompts", len(prompts)) as bar:
-        return conclude(measure(adapter, prompts, given, settings, _about(prompts), progress=bar.one_more))
+        return conclude(measure(adapter, prompts, given, settings, _about(prompts), progress=bar.advance))
 
 
 def _about(prompts: Prompts) -> dict[str, str]:

@@ -59,7 +59,7 @@ def bench(
     _check_used(context, {target.name for target in targets})
     path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
     with new_file(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
-        report = suite.measure(settings, targets, lambda name: bar.one_more())
+        report = suite.measure(settings, targets, lambda name: bar.advance())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     _tell(report, path, as_json)
 
@@ -88,7 +88,7 @@ def scale(
     targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
     path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-scale.json"
     with new_file(path, overwrite) as beside, console.progress("groups", many_samples.groups(settings)) as bar:
-        report = many_samples.measure(settings, targets, lambda name: bar.one_more())
+        report = many_samples.measure(settings, targets, lambda name: bar.advance())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     _tell(report, path, as_json)
 
@@ -115,7 +115,7 @@ def report(
     targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
     path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-report.json"
     with new_file(path, overwrite) as beside, console.progress("groups", report_pages.groups(settings)) as bar:
-        report = report_pages.measure(settings, targets, lambda name: bar.one_more())
+        report = report_pages.measure(settings, targets, lambda name: bar.advance())
         beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     _tell(report, path, as_json)
 

@@ -60,7 +60,7 @@ def export(
     for path in beside:
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
-        counts = {str(path): write(finished, path, bar.one_more) for path in paths}
+        counts = {str(path): write(finished, path, bar.advance) for path in paths}
         counts |= {str(path): write_tokens(finished, path) for path in beside}
     if as_json:
         console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})

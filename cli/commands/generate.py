@@ -113,12 +113,12 @@ def generate(
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence and --judge look at the file.
     """
-    from perturbkv.pipeline.answers.generation import check_asked, check_memory
+    from perturbkv.pipeline.answers.generation import check_answer_options, check_memory
     from perturbkv.pipeline.answers.grading import metrics_of
 
     configs = run.configs(selection or ["attention", "two-stage"])
     option_refusals.check("generate", run, configs)
-    check_asked(configs, max_new_tokens, compress_every)
+    check_answer_options(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
@@ -228,8 +228,8 @@ def _generate(
     lock: Lock,
 ) -> None:
     """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
-    from perturbkv.engines import choosing
-    from perturbkv.pipeline.answers.answered import Answered
+    from perturbkv.engines import engine_choice
+    from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
     from perturbkv.pipeline.answers.generation import AnswerOptions
 
     names = {line["sample"] for line in rows}
@@ -237,19 +237,19 @@ def _generate(
     if not todo:
         return
 
-    def done(prompt: Prompt, made: Answered) -> None:
+    def done(prompt: Prompt, made: AnsweredPrompt) -> None:
         lock.check()
         json_lines.append(path, made.row)
         rows.append(made.row)
-        bar.one_more()
+        bar.advance()
 
     def given_up(prompt: Prompt, why: str) -> None:
         failed[prompt.sample_id] = why
-        bar.one_more()
+        bar.advance()
 
     asked = AnswerOptions(header["compress_every"], header["divergence"])
     with (
-        choosing.engine(run.engine_config, [planned]) as engine,
+        engine_choice.open_engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
     ):
         engine.answer(planned, asked, todo, done, given_up)

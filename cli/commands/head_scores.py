@@ -93,7 +93,7 @@ def _measure(
         check_length(one.prompt, positions, len(one.prompt.answers[0]) + 1, length)
     adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
     with console.progress("prompts", len(prompts)) as bar:
-        found = measured(adapter, prompts, bar.one_more)
+        found = measured(adapter, prompts, bar.advance)
     return adapter.layer_indices, found.scores.tolist(), found.right
 
 

@@ -89,7 +89,7 @@ def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, 
     session, path = Session("patching", OutputFolder(folder, run.overwrite), look, run.as_json), folder / FILE
     with session.claim([session.name]):
         with console.progress("mixtures") as bar:
-            result = run_patching(planned, asked, path, run.overwrite, run.wait, bar.at)
+            result = run_patching(planned, asked, path, run.overwrite, run.wait, bar.update)
         session.source = {"file": str(path), "run": run_object(planned.run)}
         session.save(result.plot(session.width_mm), result.identity, session.name)
         session.show(result, failures=result.failures)

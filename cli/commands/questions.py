@@ -83,7 +83,7 @@ def regret(
     from perturbkv.optimum.chain import with_references
     from perturbkv.pipeline.run import searching
 
-    asked = searching.Searches(heads, proven, seconds, seed=run.seed)
+    asked = searching.SearchSettings(heads, proven, seconds, seed=run.seed)
     configs = with_references(run.configs(parse_methods(compare)))
     option_refusals.check(_REGRET, run, configs)
     searching.check(configs, asked)
@@ -99,7 +99,7 @@ def regret(
         return
     with session.claim([session.name]):
         with console.progress("samples") as bar:
-            result = searched(planned, asked, path, bar.at, overwrite=run.overwrite, wait=run.wait)
+            result = searched(planned, asked, path, bar.update, overwrite=run.overwrite, wait=run.wait)
         session.source = {"run": run_object(planned.run), "file": str(path)}
         session.save(result.plot(session.width_mm), result.identity, session.name)
         session.show(result)

@@ -10,12 +10,12 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
-from perturbkv.engines import choosing
+from perturbkv.engines import engine_choice
 from perturbkv.errors import WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.answered import Answered, Generation
-from perturbkv.pipeline.answers.generation import AnswerOptions, check_asked, check_memory
+from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, Generation
+from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options, check_memory
 from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan
@@ -66,7 +66,7 @@ def generate(
     from perturbkv.analyses.json_values import provenance_object
 
     chosen = all_of(EvictionConfig, configs, CONFIGS)
-    check_asked(chosen, max_new_tokens, compress_every)
+    check_answer_options(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = planned(model, prompts, chosen, settings, resources)
     check_memory(ready)
@@ -80,22 +80,22 @@ def generate(
     )
 
 
-def _answered(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[Answered]:
+def _answered(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[AnsweredPrompt]:
     """Every prompt's answers in their order, but for those given up."""
-    found: dict[str, Answered] = {}
+    found: dict[str, AnsweredPrompt] = {}
     failed: dict[str, str] = {}
 
-    def done(prompt: Prompt, made: Answered) -> None:
+    def done(prompt: Prompt, made: AnsweredPrompt) -> None:
         found[prompt.sample_id] = made
-        drawn.one_more()
+        drawn.advance()
 
     def given_up(prompt: Prompt, why: str) -> None:
         failed[prompt.sample_id] = why
-        drawn.one_more()
+        drawn.advance()
 
     with (
-        choosing.engine(workers, [ready]) as engine,
-        bar("samples", len(ready.prompts), shown=progress, beside=engine.alive) as drawn,
+        engine_choice.open_engine(workers, [ready]) as engine,
+        bar("samples", len(ready.prompts), shown=progress, status=engine.alive) as drawn,
     ):
         engine.answer(ready, options, ready.prompts, done, given_up)
     for why in failed.values():

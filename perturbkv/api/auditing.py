@@ -68,7 +68,7 @@ def audit(
     check_model(model)
     about = {"dataset": held.dataset, "seed": str(held.seed)}
     with bar("prompts", len(held), shown=progress) as drawn, user_model.eval_mode(model):
-        return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
+        return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.advance))
 
 
 def _as_budget(given: Any) -> Budget | None:

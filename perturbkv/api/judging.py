@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perturbkv.pipeline.answers import judging as judges
-from perturbkv.pipeline.answers.judging import split
+from perturbkv.pipeline.answers.judging import split_command
 from perturbkv.pipeline.progress import bar
 from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 from perturbkv.storage.judgements import Judge
@@ -48,10 +48,10 @@ def judge(
     from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 
     check_answers(answers)
-    asked = Judge(tuple(split(command)), pairwise, seed, scale)
+    asked = Judge(tuple(split_command(command)), pairwise, seed, scale)
     with bar("judgements", shown=progress) as drawn:
         said = judges.ask_judge(
             answers, asked, path=None if path is None else Path(path), overwrite=overwrite, limit=time_limit,
-            progress=drawn.at,
+            progress=drawn.update,
         )  # fmt: skip
     return judge_preferences(answers, asked, said) if pairwise else judge_scores(answers, asked, said)

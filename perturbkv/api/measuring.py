@@ -11,7 +11,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings, Shard
 from perturbkv.datasets.encode import Prompt
-from perturbkv.engines import choosing
+from perturbkv.engines import engine_choice
 from perturbkv.errors import ConfigError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
@@ -77,14 +77,14 @@ def measure(  # type: ignore[misc]  # the options above are those below
         raise ConfigError(msg)
     ready = planned(model, prompts, configs, settings, resources, kept=path is not None)
     with (
-        choosing.engine(workers, [ready]) as measuring,
-        bar("samples", shown=progress, beside=measuring.alive) as drawn,
+        engine_choice.open_engine(workers, [ready]) as measuring,
+        bar("samples", shown=progress, status=measuring.alive) as drawn,
         user_model.eval_mode(model),
     ):
         if path is None:
-            return run_in_memory(ready, measuring, drawn.at)
+            return run_in_memory(ready, measuring, drawn.update)
         if part is not None:
-            left = run_shard(ready, measuring, Path(path), part, overwrite=overwrite, wait=wait, progress=drawn.at)
+            left = run_shard(ready, measuring, Path(path), part, overwrite=overwrite, wait=wait, progress=drawn.update)
             return left if isinstance(left, ShardDone) else read_trace(left)
-        made = run_to_file(ready, measuring, Path(path), overwrite=overwrite, wait=wait, progress=drawn.at)
+        made = run_to_file(ready, measuring, Path(path), overwrite=overwrite, wait=wait, progress=drawn.update)
         return read_trace(made)

@@ -23,13 +23,13 @@ from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.chain import with_references
-from perturbkv.optimum.search import FoundSets
+from perturbkv.optimum.search import SearchResults
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
-from perturbkv.pipeline.run.searching import Searches
-from perturbkv.pipeline.variants.mixtures import Measuring, Told, rows_of, shape_of
+from perturbkv.pipeline.run.searching import SearchSettings
+from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, rows_per_batch
 from perturbkv.storage.json_lines import sample_lines
 from perturbkv.storage.output import Lock, refusals
 from perturbkv.storage.patching_file import SwapStore
@@ -90,12 +90,12 @@ def patching(
     check_sides(baseline, treatment)
     ready = planned(model, prompts, (baseline, treatment), settings, resources, kept=path is not None)
     with bar("mixtures", shown=progress) as drawn, user_model.eval_mode(model):
-        return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, drawn.at)
+        return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, drawn.update)
 
 
 def game_of(ready: Plan, asked: PatchingConfig) -> Game:
     """Players and mixtures of a planned run, of which everything is known to be possible. Raises ConfigError."""
-    config, shape = ready.files.config, shape_of(ready)
+    config, shape = ready.files.config, ready.shape
     check_sides(*ready.run.configs)
     if asked.outcome == "score" and not ready.run.generate:
         msg = "outcome score (--outcome score) expects answers; ask for them with --answers (Settings(generate=None))"
@@ -128,7 +128,7 @@ def cost(ready: Plan, asked: PatchingConfig, game: Game) -> dict[str, int]:
     count = greedy_count(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.named) - 1
-    rows = min(rows_of(prompt, ready.resolved, shape_of(ready), ready.resources) for prompt in ready.prompts)
+    rows = min(rows_per_batch(prompt, ready.resolved, ready.shape, ready.resources) for prompt in ready.prompts)
     total = named + of_shapley + of_greedy
     return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
 
@@ -139,7 +139,7 @@ def run_patching(
     path: Path | None = None,
     overwrite: bool = False,
     wait: bool = False,
-    told: Told = lambda done, total: None,
+    told: Progress = lambda done, total: None,
 ) -> Patching:
     """Measure what a question lacks and answer it, as `patching` does of a plan.
 
@@ -147,19 +147,19 @@ def run_patching(
     """
     game = game_of(ready, asked)
     if path is None:
-        return _answered(Measuring(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
+        return _answered(MixtureMeasurer(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
     with Lock(path, wait), refusals(path):
         from perturbkv.analyses.json_values import provenance_object
 
         about = provenance_object(provenance(ready))
         store = SwapStore(ready.run, game.kept_heads, path, overwrite, about)
         try:
-            return _answered(Measuring(ready, game, store, told), asked)
+            return _answered(MixtureMeasurer(ready, game, store, told), asked)
         except KeyboardInterrupt:
             raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
 
 
-def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
+def _answered(measuring: MixtureMeasurer, asked: PatchingConfig) -> Patching:
     from perturbkv.analyses.questions.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
@@ -167,14 +167,14 @@ def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
     drawn = permutation_count(asked, len(game.players))
     orders = None if drawn is None else coalition.draw_orders(len(game.players), drawn, asked.seed)
     passed = coalition.required_coalitions(len(game.players), orders)
-    found = cost(measuring.ready, asked, game)
-    measuring.expect(found["mixtures"], again=found["greedy"] > 0)
-    measuring.everywhere([game.mixture(one) for one in passed])
+    found = cost(measuring.planned, asked, game)
+    measuring.expect(found["mixtures"], repeated=found["greedy"] > 0)
+    measuring.measure_all([game.mixture(one) for one in passed])
     paths = _greedy(measuring, asked)
     return patching_result(store, game, asked, orders, paths, _digest(store.path))
 
 
-def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
+def _greedy(measuring: MixtureMeasurer, asked: PatchingConfig) -> list[GreedyPath]:
     """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
     from perturbkv.analyses.questions.patching.patching_values import (
         MixtureOutcomes,
@@ -193,11 +193,11 @@ def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
     for _ in range(count):
         for chosen in paths:
             candidates = chosen.candidates(players)
-            measuring.of(candidates, [samples[place] for place in chosen.choosing])
+            measuring.measure_coalitions(candidates, [samples[place] for place in chosen.choosing])
             own = measured.select(chosen.choosing)
             chosen.choose(coalition_outcomes(own, candidates, asked.outcome), sign_of_better(asked.outcome))
     for chosen in paths:
-        measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
+        measuring.measure_coalitions(chosen.coalitions(), [samples[place] for place in chosen.judging])
     return paths
 
 
@@ -210,7 +210,7 @@ def _digest(path: Path | None) -> str:
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-_SEARCHING_DEFAULT, _SEARCHES = Resources(), Searches()
+_SEARCHING_DEFAULT, _SEARCHES = Resources(), SearchSettings()
 
 
 def regret(
@@ -257,17 +257,17 @@ def regret(
     >>> [one.config.selection.name for one in found.parts[0].methods]
     ['two-stage', 'two-stage', 'hindsight']
     """
-    asked = Searches(heads, proven, seconds, seed=seed)
+    asked = SearchSettings(heads, proven, seconds, seed=seed)
     chosen = with_references(all_of(EvictionConfig, configs, CONFIGS))
     searching.check(chosen, asked)
     ready = planned(model, prompts, chosen, Settings(scenario=scenario), resources, kept=path is not None)
     with bar("samples", shown=progress) as drawn, user_model.eval_mode(model):
-        return searched(ready, asked, None if path is None else Path(path), drawn.at, overwrite=overwrite)
+        return searched(ready, asked, None if path is None else Path(path), drawn.update, overwrite=overwrite)
 
 
 def searched(
     ready: Plan,
-    asked: Searches,
+    asked: SearchSettings,
     path: Path | None,
     finished: Callable[[int, int], None],
     *,
@@ -281,4 +281,4 @@ def searched(
     told = {"run": json.loads(ready.run.to_json()), "searches": asdict(asked)}
     with sample_lines(path, told, overwrite, wait) as lines:
         rows = searching.search_samples(ready, asked, lines, finished)
-    return regret_of(FoundSets(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))
+    return regret_of(SearchResults(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))

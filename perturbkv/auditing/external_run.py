@@ -35,11 +35,11 @@ from perturbkv.auditing.reference import (
     with_padding_counted,
 )
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.external_cache import Layers, layer_tensors, recover, rows
+from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
 from perturbkv.errors import UnreadableError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.variants.presses import left_as_it_was
+from perturbkv.pipeline.variants.presses import restore_model
 
 _WIDEST_TURN = 4096
 
@@ -133,7 +133,7 @@ def run(
     """
     whole = read(adapter, situation) if full is None else full
     made = ForeignRun(adapter, situation, whole, Reading(adapter, situation, whole), entry_floors)
-    with left_as_it_was(adapter):
+    with restore_model(adapter):
         _read_and_decode(made, eviction)
     return made
 
@@ -224,7 +224,7 @@ def _check_shown(cache: Cache, made: ForeignRun) -> None:
         return
     whole = [repeated(layer, keys.shape[1]) for layer, keys in zip(made.full, shown, strict=False)]
     for row in range(made.situation.rows):
-        rows(cache, whole, row)
+        matching_rows(cache, whole, row)
 
 
 def _message(error: Exception) -> str:
@@ -254,7 +254,7 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
     def whole() -> None:
         _generate(adapter, fresh(), _extended_prompt(situation), fed)
 
-    with left_as_it_was(adapter):
+    with restore_model(adapter):
         return PlainUse(
             position=_position(fresh()),
             expected=situation.entries,

@@ -29,8 +29,8 @@ from perturbkv.engines import ray as actors
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.ray import Seat
 from perturbkv.engines.scheduler import Crew, Scheduler, Work
-from perturbkv.engines.work_items import Part, measuring
-from perturbkv.engines.worker import Do, Models, ModelSpec, Place, Task
+from perturbkv.engines.work_items import Part, measure_work
+from perturbkv.engines.worker import Do, Models, ModelSpec, Task, WorkerDevice
 from perturbkv.errors import PerturbkvError, WorkerError
 from perturbkv.models.loading import open_model, pick_dtype
 from perturbkv.pipeline.run.plan import Placement, Plan, plan
@@ -67,7 +67,7 @@ class Sleeping:
 
         def sleeping_answer(part: Part) -> SampleTrace:
             time.sleep(self.seconds)
-            return replace(self.sample, sample_id=part.prompt.prompt().sample_id)
+            return replace(self.sample, sample_id=part.prompt.unpack().sample_id)
 
         return sleeping_answer
 
@@ -108,7 +108,7 @@ def _raise_failure(item: int, why: str) -> None:
 
 
 _CPU = torch.device("cpu")
-_PLACE = Place("cpu", threads=1)
+_DEVICE = WorkerDevice("cpu", threads=1)
 _SAMPLE = "sample"
 
 
@@ -152,12 +152,12 @@ class Clocked:
         self.spent: list[dict[str, float]] = []
         self._crew, self._task, self._scheduler = crew, task, Scheduler(crew)
         self._model = ModelSpec.of(plan, plan.caches_bytes())
-        real = measuring(plan, self._model, {}, lambda sample, configs: None, 1).task
-        self.ready = until_ready(self._scheduler, task or real, len(crew.places))
+        real = measure_work(plan, self._model, {}, lambda sample, configs: None, 1).task
+        self.ready = until_ready(self._scheduler, task or real, len(crew.devices))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure as `Spread` does; `spent` gets the wall seconds and this process's CPU seconds."""
-        work = measuring(planned, self._model, missing, finished, 1)
+        """Measure as `WorkerEngine` does; `spent` gets the wall seconds and this process's CPU seconds."""
+        work = measure_work(planned, self._model, missing, finished, 1)
         start, used = time.perf_counter(), time.process_time()
         self._scheduler.run(replace(work, task=self._task or work.task))
         self.spent.append({"passed": time.perf_counter() - start, "cpu": time.process_time() - used})
@@ -174,10 +174,10 @@ def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
         if engine == "ray":
             chosen = Workers(engine, workers=sum(sizes), ray_address="local")
             ray = stack.enter_context(actors.connect_ray(chosen))
-            seat = Seat(_PLACE, actors.nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
+            seat = Seat(_DEVICE, actors.list_nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
             made = [actors.Actors(ray, [seat] * size) for size in sizes]
         else:
-            made = [Processes([_PLACE] * size) for size in sizes]
+            made = [Processes([_DEVICE] * size) for size in sizes]
         for one in made:
             stack.callback(one.close)
         yield made

@@ -52,7 +52,7 @@ def test_a_trace_and_its_journal_are_as_large_as_was_told(
 def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) -> None:
     found = footprint.footprint(whole)
     free = int(found.disk * share)
-    said = footprint.advice(whole, free, found.memory)
+    said = footprint.suggest_options(whole, free, found.memory)
     others = {
         "--no-kept": replace(whole, kept=False),
         "--no-text": replace(whole, text=False),
@@ -64,18 +64,18 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
     for count, fits in ((samples, True), (samples + 1, False)):
         part = replace(whole, prompts=whole.prompts[:count])
         assert (footprint.footprint(part).disk <= free) == fits
-    assert footprint.advice(whole, found.disk, found.memory) == []
+    assert footprint.suggest_options(whole, found.disk, found.memory) == []
 
 
 def test_what_is_advised_for_memory_makes_it_fit() -> None:
     whole = planned(tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), kept=True)
     needed = footprint.memory_bytes(whole)
     assert len(whole.batches.places) == 1, "all at once, unless a bound is given"
-    (size, dtype) = footprint.advice(whole, 2**60, needed - 1)
+    (size, dtype) = footprint.suggest_options(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
     bound = parse_size("--max-memory", size.split()[1])
     less = planned(
         tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, bound), kept=True
     )  # fmt: skip
     assert footprint.memory_bytes(less) < needed
-    assert footprint.advice(whole, 2**60, 0) == [], "nothing makes it fit into nothing"
+    assert footprint.suggest_options(whole, 2**60, 0) == [], "nothing makes it fit into nothing"
