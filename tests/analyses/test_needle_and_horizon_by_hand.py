@@ -202,10 +202,10 @@ def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(
 
 
 def test_methods_that_keep_the_same_entries_share_a_rank() -> None:
-    synthetic_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
-    rekept(synthetic_trace.arrays, lambda where, held: [1, 2, 3] if where[1] == 2 else held)
-    assert synthetic_trace.same_kept(1, 2).all()
-    measured = needle.needle(synthetic_trace).correlation.budgets[0].measured["propagated"]
+    made_trace = ranked([[1, 0, 0]], [1], [[0.1, 0.2, 0.2 + 1e-9]])
+    rekept(made_trace.arrays, lambda where, held: [1, 2, 3] if where[1] == 2 else held)
+    assert made_trace.same_kept(1, 2).all()
+    measured = needle.needle(made_trace).correlation.budgets[0].measured["propagated"]
     assert measured[0, 1] == measured[0, 2] != measured[0, 0]
 
 

@@ -179,8 +179,8 @@ def told(command: str, folder: Path) -> str:
     argv = mock.patch.object(
         sys, "argv", ["perturbkv", *command.split(), *COMMANDS[command], "made.h5", "-o", str(folder)]
     )
-    synthetic_trace = asked_of(command)
-    finished = mock.patch.object(trace_file, "read_trace", lambda path: synthetic_trace)
+    made_trace = asked_of(command)
+    finished = mock.patch.object(trace_file, "read_trace", lambda path: made_trace)
     with screens, argv, finished, mock.patch.object(saving, "save_figure", drawn), contextlib.suppress(SystemExit):
         main()
     numbers = json.loads((folder / "summary.json").read_text())["analyses"]
