@@ -204,7 +204,7 @@ def test_an_interrupted_command_that_keeps_nothing_says_so(
     finally:
         signal.signal(signal.SIGINT, before)
     assert (ran.code, ran.json()["error"]["exit_code"]) == (130, 130)
-    assert ran.err == "error: interrupted; what is not whole is not written\n"
+    assert ran.err == "error: interrupted; no unfinished file was written\n"
 
 
 def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import perturbkv as pk
-from perturbkv.api.inputs import planned
+from perturbkv.api.inputs import make_plan
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.resources import Resources, Workers
@@ -116,7 +116,7 @@ def test_what_ray_says_of_another_version_is_one_line() -> None:
 
 
 def plan_of(model: pk.Adapter, data: Path) -> Plan:  # type: ignore[name-defined]
-    return planned(model, pk.load_prompts(str(data), model), pk.grid(24, window=8), Settings(), Resources())
+    return make_plan(model, pk.load_prompts(str(data), model), pk.grid(24, window=8), Settings(), Resources())
 
 
 @pytest.fixture(scope="module")

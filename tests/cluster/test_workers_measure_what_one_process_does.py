@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import perturbkv as pk
-from perturbkv.api.inputs import planned
+from perturbkv.api.inputs import make_plan
 from perturbkv.cli.main import app
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings
@@ -46,7 +46,7 @@ def two() -> Iterator[Scheduler]:
 
 def plan_of(model: Adapter, data: Path, configs: Any, **settings: Any) -> Plan:
     chosen = Settings(head_scores=head_scores(model), **settings)
-    return planned(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
+    return make_plan(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
 
 
 def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Scheduler, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.cli.planned_run import typed
+from perturbkv.cli.planned_run import shard_command
 from perturbkv.configs.run import Shard
 from perturbkv.engines import engine_choice
 from perturbkv.pipeline.run import running, sharding
@@ -110,7 +110,7 @@ def test_a_dry_run_tells_the_share_and_leaves_nothing(perturbkv: Run, tiny: list
 
 def test_a_command_line_is_told_with_another_shard_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (["trace", "--shard", "3/16", "-o", "a b.h5"], ["trace", "--shard=3/16", "-o", "a b.h5"]):
-        command = typed(words)
+        command = shard_command(words)
         assert command.measuring(Shard(1, 16)) == "perturbkv trace --shard 1/16 -o 'a b.h5'"
         assert command.without_shard() == "perturbkv trace -o 'a b.h5'"
 
