@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -145,7 +144,7 @@ def run(
     module: str = MAIN,
     before: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Return the command's outcome, killed after `limit` seconds of computing or `PATIENCE` times as many of waiting."""
+    """Return the outcome, killed after `limit` seconds of computing or `PATIENCE` times as many of waiting."""
     return Running(argv, folder, module, before, limit).outcome(PATIENCE * limit)
 
 
@@ -190,7 +189,9 @@ class Running:
         out, err = (stream.read_text(errors="replace") if stream.exists() else "" for stream in self._streams)
         for stream in self._streams:
             stream.unlink(missing_ok=True)
-        partial_files = [f"cache: {name}" for name in _files(_cache(self.folder)) if Path(name).name.startswith(".tmp-")]
+        partial_files = [
+            f"cache: {name}" for name in _files(_cache(self.folder)) if Path(name).name.startswith(".tmp-")
+        ]
         left = tuple(sorted([*(_files(self.folder) - self._files), *partial_files]))
         return Outcome(self._process.exitcode or 0, out, err, hung, left)
 

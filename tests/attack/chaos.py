@@ -1,4 +1,4 @@
-"""`make chaos`: a run is killed, stopped, starved and crowded; the same command then leaves the undisturbed run's file."""
+"""`make chaos`: runs are killed, stopped, starved and crowded; the same command then leaves the undisturbed file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,20 @@ from perturbkv.storage.run.journal import SUFFIX
 from tests.attack import ray_cluster
 from tests.attack.case import Outcome, Running
 from tests.attack.disturbed_run import (
-    END_S, HERE, IDS, LONGEST_S, MERGE, OWN_RAY, RAY, SHARDS, WORKERS, DisturbedRun, Way, flaw_of_outcome,
-    flaw_of_processes, kill_at_change,
+    END_S,
+    HERE,
+    IDS,
+    LONGEST_S,
+    MERGE,
+    OWN_RAY,
+    RAY,
+    SHARDS,
+    WORKERS,
+    DisturbedRun,
+    Way,
+    flaw_of_outcome,
+    flaw_of_processes,
+    kill_at_change,
 )  # fmt: skip
 from tests.attack.outputs import without_space
 from tests.support.patience import patience
@@ -259,7 +271,9 @@ def _flaw_of_second(outcome: Outcome) -> str | None:
     """Return what is wrong with the run that came second: it is told who holds the output, or finds all finished."""
     if outcome.code == 0:
         return None if f"{len(IDS)} of {len(IDS)} samples are there" in outcome.err else "two runs measured at once"
-    return flaw_of_outcome(outcome, (2,)) or (None if "held by process" in outcome.err else f"no holder: {outcome.last}")
+    return flaw_of_outcome(outcome, (2,)) or (
+        None if "held by process" in outcome.err else f"no holder: {outcome.last}"
+    )
 
 
 @dataclass(frozen=True)
@@ -280,6 +294,7 @@ _INT, _TERM, _KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 _MERGES, _HASTE = (HERE, SHARDS, MERGE, MERGE), ("--timeout-per-sample", "3")
 KINDS = {
     "kill -9 of one process": Kind(44, _do(killed, way=HERE), (HERE,)),
+    "kill -9 of one process at a change on disk": Kind(8, _do(killed_at_a_change, way=HERE), (HERE,)),
     "kill -9 of a shard": Kind(12, _do(killed, way=SHARDS)),
     "kill -9 of two shards at once": Kind(12, _do(killed, way=SHARDS, count=2)),
     "kill -9 of a merge": Kind(8, _do(killed, way=MERGE), _MERGES),
@@ -336,7 +351,11 @@ def disturb(name: str, seed: int, run: DisturbedRun) -> str | None:
 def can_have(needs: str) -> bool:
     """Return whether this machine has what a kind needs."""
     if needs == "disk":
-        with tempfile.TemporaryDirectory() as folder, suppress(subprocess.CalledProcessError), disk(Path(folder), 2**20):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            suppress(subprocess.CalledProcessError),
+            disk(Path(folder), 2**20),
+        ):
             return True
         return False
     return needs == "" or ray_cluster.possible()
@@ -359,7 +378,7 @@ def main() -> int:
                 flaw = disturb(name, draw.getrandbits(32), run)
                 passed.setdefault(name, []).append(flaw is None)
                 print(f"  {name}: {flaw or 'held'}, {time.monotonic() - begin:.0f} s", flush=True)
-    for name, results in {**passed, "chaos": [one for results in passed.values() for one in results]}.items():
+    for name, results in {**passed, "chaos": sum(passed.values(), [])}.items():
         print(f"{name}: {sum(results)} of {len(results)} held", flush=True)
     return int(not all(map(all, passed.values())))
 

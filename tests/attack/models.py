@@ -1,4 +1,4 @@
-"""Models that are cut, overwritten, absurd, of another kind, or too large: each is refused, or measured in finite numbers."""
+"""Models that are cut, overwritten, absurd or too large: each is refused, or measured in finite numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def cases(shared: Path, seed: int) -> Iterator[Case]:
         yield _case("memory" if name in LARGE else "names", name[:30], name, lambda folder: None, words=())
 
 
-def _case(kind: str, name: str, model: str, spoil: Spoil, never: bool = True, words: tuple[str, ...] = ("model",)) -> Case:
+def _case(
+    kind: str, name: str, model: str, spoil: Spoil, never: bool = True, words: tuple[str, ...] = ("model",)
+) -> Case:
     """Return a case; `never`: the model can only be refused."""
     if words:
         words = (*words, "sample 'p0'", "chat template", name.partition(" = ")[0])
@@ -174,7 +176,9 @@ def _pickle(model: Path) -> None:
 def _own_code(model: Path) -> None:
     """Leave code of the model's own that makes a file where it is run."""
     _write("own.py", "open('opened', 'w')\n", model)
-    _update(CONFIG, {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}, model)
+    _update(
+        CONFIG, {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}, model
+    )
 
 
 HEADER_ENTRIES = {
@@ -203,7 +207,8 @@ DTYPES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "3e38": lambda tensors: tensors[UP].view(-1)[3:4].fill_(3e38),
 }  # fmt: skip
 SHARDS = (*("", "{", "[]", "null", "5", '{"weight_map": []}', '{"weight_map": {}}', '{"metadata": {}}', DEEP),
-          *({UP: value} for value in ("model-00002-of-00002.safetensors", "../../etc/passwd", ".", 5, "", None)))  # fmt: skip
+          *({UP: value} for value in ("model-00002-of-00002.safetensors", "../../etc/passwd", ".", 5, "",
+                  None)))  # fmt: skip
 TOKENIZER_CONFIG = {"tokenizer_class": "NoSuchTokenizer", "chat_template": "{% for", "model_max_length": -5,
                     "eos_token": 5, "added_tokens_decoder": {"9999": {"content": "<x>"}}, "auto_map": {"x": "y"},
                     "bos_token": {"content": "<far>"}}  # fmt: skip
@@ -217,6 +222,7 @@ def _texts(name: str, texts: tuple[str | bytes, ...] = TEXTS) -> dict[str, Spoil
 
 def _folders() -> Mapping[str, Mapping[str, Spoil]]:
     """Return kind -> name -> what spoils a folder; after a kind with "?" finite numbers are right too."""
+
     def entry(values: dict[str, Any], header: dict[str, Any]) -> None:
         header[UP] = {**header[UP], **values}
 
@@ -242,7 +248,8 @@ def _folders() -> Mapping[str, Mapping[str, Spoil]]:
         },
         "shards?": {"an index of what no shard has": partial(_shards, MappingProxyType({"more": SHARD}))},
         "tokenizer": {
-            **_texts(TOKENIZER), "none": lambda model: [_remove(n, model) for n in (TOKENIZER, "tokenizer_config.json")],
+            **_texts(TOKENIZER), "none": lambda model: [_remove(n, model) for n in (TOKENIZER,
+                    "tokenizer_config.json")],
             **{f"cut at {end}": partial(_cut, TOKENIZER, end) for end in (0.1, 0.5, 0.99)},
             **{f"ids from {first}": partial(_token_ids, first) for first in (200, 260, 10**6, 2**32 - 300)},
             **{f"model = {value!r}": partial(_update, TOKENIZER, {"model": value})
@@ -263,6 +270,7 @@ def _folders() -> Mapping[str, Mapping[str, Spoil]]:
 
 def _configs() -> Mapping[str, Mapping[str, Spoil]]:
     """Return the same for config.json."""
+
     def change(**values: object) -> Spoil:
         return partial(_update, CONFIG, values)
 
@@ -297,7 +305,8 @@ GGUF_HEADER = {
     **_numbers("bytes of a key", 24, "<Q", (0, 2**31, 2**63, 2**64 - 1)),
 }  # fmt: skip
 GGUF_TENSOR = {
-    **_numbers("axes", 0, "<I", (0, 1, 3, 5, 2**32 - 1)), **_numbers("width", 4, "<Q", (0, 1, 63, 10**9, 2**63, 2**64 - 1)),
+    **_numbers("axes", 0, "<I", (0, 1, 3, 5, 2**32 - 1)),
+    **_numbers("width", 4, "<Q", (0, 1, 63, 10**9, 2**63, 2**64 - 1)),
     **_numbers("height", 12, "<Q", (0, 1, 97, 10**9, 2**63, 2**64 - 1)),
     **_numbers("type", 20, "<I", (0, 4, 8, 31, 99, 2**32 - 1)),
     **_numbers("offset", 24, "<Q", (1, 10**9, 2**63, 2**64 - 1)), "another name": (-19, b"blk.1.ffn_xx.weight"),
@@ -307,7 +316,8 @@ GGUF_TENSOR = {
 GGUF_NEVER = {"embedding_length": (0, 1, 32, 2**32 - 1), "block_count": (0, 1, 3, 10**6, 2**32 - 1),
               "feed_forward_length": (0, 1, 2**32 - 1)}  # fmt: skip
 GGUF_KEYS: dict[str, tuple[Any, ...]] = {
-    "context_length": (0, 1, 100, 2**32 - 1), "head_count": (0, 3, 64, 2**32 - 1), "head_count_kv": (0, 2, 3, 2**32 - 1),
+    "context_length": (0, 1, 100, 2**32 - 1), "head_count": (0, 3, 64, 2**32 - 1),
+    "head_count_kv": (0, 2, 3, 2**32 - 1),
     "rope_dimension_count": (0, 7, 2**32 - 1), "rope_freq_base": (0.0, -1.0, NAN, INF), "vocab_size": (0, 5, 2**32 - 1),
     "layer_norm_rms_eps": (-1.0, NAN, INF), "tokenizer_model": ("", "nonsense"), "tokenizer_pre": ("", "nonsense"),
     "token_list": ([], ["a"], gguf_files.TOKENS[:50]), "token_merges": ([], ["nothing to merge"], ["a"]),
@@ -323,6 +333,7 @@ GGUF_STORED = {"rope_dimension_count": "rope.dimension_count", "rope_freq_base":
 
 def _ggufs(seed: int) -> Mapping[str, Mapping[str, Spoil]]:
     """Return the same for a GGUF file."""
+
     def after_name(at: int, new: bytes, model: Path) -> None:
         _overwrite("", model.read_bytes().index(TENSOR) + len(TENSOR) + at, new, model)
 
@@ -333,8 +344,10 @@ def _ggufs(seed: int) -> Mapping[str, Mapping[str, Spoil]]:
         "gguf cut": {str(end): partial(_cut, "", end) for end in ends},
         "gguf header": {name: partial(_overwrite, "", *change) for name, change in GGUF_HEADER.items()},
         "gguf tensor": {name: partial(after_name, *change) for name, change in GGUF_TENSOR.items()},
-        "gguf keys": {f"{key} = {value!r}": partial(_say, key, value) for key, values in GGUF_NEVER.items() for value in values},
-        "gguf keys?": {f"{key} = {value!r}": partial(_say, key, value) for key, values in GGUF_KEYS.items() for value in values},
+        "gguf keys": {f"{key} = {value!r}": partial(_say, key, value) for key,
+            values in GGUF_NEVER.items() for value in values},
+        "gguf keys?": {f"{key} = {value!r}": partial(_say, key, value) for key,
+            values in GGUF_KEYS.items() for value in values},
         "gguf bytes?": {f"byte {at} is {byte}": partial(_overwrite, "", at, bytes([byte])) for at, byte in flips},
     }  # fmt: skip
 

@@ -55,7 +55,8 @@ class Range:
 _COUNT, _INDEX, _FRACTION = Range(1), Range(0), Range(0, 1, whole=False)
 _OPEN_FRACTION = Range(0, 1, whole=False, open=True)
 RANGES: Mapping[str, Range] = {
-    **dict.fromkeys(("--samples", "--window", "--steps", "--chunk-mib", "--max-new-tokens", "--compress-every", "--tokens",
+    **dict.fromkeys(("--samples", "--window", "--steps", "--chunk-mib", "--max-new-tokens", "--compress-every",
+            "--tokens",
                      "--repeats", "--entries", "--for-length", "--for-batch"), _COUNT),
     **dict.fromkeys(("--step", "--sample", "--layer", "--head"), _INDEX),
     **dict.fromkeys(("--depth", "--alpha"), _FRACTION), **dict.fromkeys(("--lost", "--min-top1"), _OPEN_FRACTION),
@@ -71,7 +72,8 @@ NUMBERS = ("nan", "inf", "-inf", "1e999", str(10**20), "-1", "0", "1e-320", "", 
 NAMES = ("nonsense", "", "x" * 100_000, "a\x1b[31mb\x07", "a\nb", "None", "../../x", "💥" * 50)
 VALUES = {
     "--length": ("9999999", str(10**9), str(10**20), ",".join(map(str, range(200, 20_200)))),
-    "--samples": ("1000000", str(10**9)), "--steps": ("1000000", str(10**9)), "--max-new-tokens": ("1000000", str(10**9)),
+    "--samples": ("1000000", str(10**9)), "--steps": ("1000000", str(10**9)),
+    "--max-new-tokens": ("1000000", str(10**9)),
     "--max-memory": ("9" * 400, "1e3", "-1MiB", "0", "nan", "inf", "1" + "0" * 30 + "GiB", "5TiB", "MiB"),
     "--depth": (",".join(str(number / 20_000) for number in range(20_000)), "0.5,0.5", ",", "0;1"),
     "--device": ("meta", "cuda:99", "cuda:-1", "mps", "cpu:5", "cpu:-1", "xla", "hpu", "nonsense", "", "cuda:x"),
@@ -92,11 +94,13 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
                "--device": "cpu", "--output": "out"}  # fmt: skip
     names = {
         "audit": "--model --samples --length --device --output", "tokens": "", "export": "--output",
-        "list datasets": "--model --length", "doctor selfcheck": "--device --output", "doctor bench": "--model --device --output",
+        "list datasets": "--model --length", "doctor selfcheck": "--device --output",
+        "doctor bench": "--model --device --output",
         "doctor bench scale": "--model --samples --output", "question stability": "--output",
         **dict.fromkeys(("doctor bench compare", "doctor", "list", "list models", "list policies", "question"), ""),
     }  # fmt: skip
-    arguments = {"audit": (EVICT,), "list datasets": ("needle", "--show"), "doctor bench compare": ("../shared/bench.json",) * 2,
+    arguments = {"audit": (EVICT,), "list datasets": ("needle", "--show"),
+        "doctor bench compare": ("../shared/bench.json",) * 2,
                  **dict.fromkeys(("tokens", "export", "question stability"), (TRACE,))}  # fmt: skip
     others: dict[str, dict[str, str]] = {
         "export": {"--output": "out.csv"}, "needle": {"--samples": "6"}, "horizon": {"--steps": "3"},
@@ -107,7 +111,12 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
     if option == "--compress-every":
         given["--max-new-tokens"] = "4"
     words = [word for name, value in given.items() if name != option for word in (name, value)]
-    return (*command.split(), *arguments.get(command, ()), *words, *(word for value in values for word in (option, value)))
+    return (
+        *command.split(),
+        *arguments.get(command, ()),
+        *words,
+        *(word for value in values for word in (option, value)),
+    )
 
 
 def cases(shared: Path, seed: int) -> Iterator[Case]:
@@ -223,13 +232,14 @@ _YAML_NUMBERS = (".nan", "nan", ".inf", "1e999", str(10**20), "-1", "0", "1e-320
                  "!!python/object/apply:os.system ['touch opened']")  # fmt: skip
 _YAML_WORDS = ("nonsense", "''", "null", "[a, b]", "{a: b}", '"\\e[31m"', "x" * 100_000, "5", "*x")
 SWEEPS: Mapping[str, Mapping[str, object]] = {
-    "sweep numbers": {f"{key} = {value}": f"{key}: {value}\n" for key in _OF_NUMBERS.split() for value in _YAML_NUMBERS},
-    "sweep words": {f"{key} = {value[:20]!r}": f"{key}: {value}\n" for key in _OF_WORDS.split() for value in _YAML_WORDS},
+    "sweep numbers": {f"{key} = {one}": f"{key}: {one}\n" for key in _OF_NUMBERS.split() for one in _YAML_NUMBERS},
+    "sweep words": {f"{key} = {one[:20]!r}": f"{key}: {one}\n" for key in _OF_WORDS.split() for one in _YAML_WORDS},
     "sweep files": {
         "aliases of aliases": _LAUGHS, "aliases of aliases of a key": _LAUGHS + "budget: *m\n",
         "a list in itself": "budget: &a [*a]\n", "a mapping in itself": "grids: &a [{policy: *a}]\n",
         "a grid in itself": "grids: &a [*a]\n", "100,000 lists in one another": "budget: " + "[" * 100_000,
-        "100,000 mappings in one another": "{a: " * 100_000, "900 lists in one another": f"budget: {'[' * 900}1{']' * 900}",
+        "100,000 mappings in one another": "{a: " * 100_000,
+        "900 lists in one another": f"budget: {'[' * 900}1{']' * 900}",
         "an object": "!!python/object/apply:os.system ['touch opened']\n", "a merge": "base: &b {budget: 24}\n<<: *b\n",
         "a key twice": "budget: 24\nbudget: 25\n", "a key that is a list": "? [a, b]\n: 1\n",
         "50,000 keys": "".join(f"k{number}: 1\n" for number in range(50_000)),
@@ -238,7 +248,7 @@ SWEEPS: Mapping[str, Mapping[str, object]] = {
         "10,001 values": f"budget: 24\nwindow: 8\nalpha: {_listed(n / 10_001 for n in range(10_001))}\n",
         "20,000 lengths": f"length: {_listed(range(200, 20_200))}\n",
         "200 × 200 values": f"budget: {_listed(range(20, 220))}\nwindow: {_listed(range(1, 201))}\n",
-        "60 × 200 in a grid": f"grids:\n- alpha: {_listed(n / 60 for n in range(60))}\n  budget: {_listed(range(20, 220))}",
+        "60 × 200": f"grids:\n- alpha: {_listed(n / 60 for n in range(60))}\n  budget: {_listed(range(20, 220))}",
         "20,000 grids": "window: 8\ngrids:\n" + "".join(f"- budget: {20 + n}\n" for n in range(20_000)),
         "a number of 100,000 digits": "budget: " + "9" * 100_000, "two documents": "budget: 24\n---\nbudget: 25\n",
         "a directive": "%YAML 9.9\n---\nbudget: 24\n", "only a comment": "# nothing\n", "no text": bytes(range(256)),

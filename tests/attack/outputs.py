@@ -125,7 +125,8 @@ PATHS: dict[str, tuple[Callable[[str], str], Make]] = {
 OVERWRITTEN = tuple(PATHS)[-5:]
 """What --overwrite does not replace either."""
 FILES = {
-    "text": NOTES, "bytes": bytes(range(256)), "JSON": b'{"name": "mine", "values": [1, 2]}\n', "a list": b"[1, 2, 3]\n",
+    "text": NOTES, "bytes": bytes(range(256)), "JSON": b'{"name": "mine", "values": [1, 2]}\n',
+    "a list": b"[1, 2, 3]\n",
     "JSON with our keys": b'{"trace": 3, "trace_digest": [], "analyses": {"heads": 7}, "run": [], "format": {}}\n',
 }  # fmt: skip
 """Files of somebody else."""
@@ -133,7 +134,7 @@ ODD_NAMES = ("", ".", "..", "a\nb", "[bold]", "-", "ünïcode", os.fsdecode(b"\x
 
 
 def without_rights() -> None:
-    """Let permissions of folders bind this process, though it is root's: capset(2) of CAP_DAC_OVERRIDE and READ_SEARCH."""
+    """Let permissions bind this process, though it is root's: capset(2) of CAP_DAC_OVERRIDE and READ_SEARCH."""
     if os.geteuid():
         return
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -172,8 +173,7 @@ def cases(shared: Path, seed: int) -> Iterator[Case]:
                 yield case(f"a folder {name}", "out", partial(_file, name=f"out/{name}/notes.txt"), options=options)
         for journal in ("trace.h5.journal", "trace.h5.journal/notes.txt") if "trace.h5" in files else ():
             yield case("a journal", "out", partial(_file, name=f"out/{journal}"), options=("--overwrite",))
-        read_only = partial(Path.mkdir, mode=0o555)
-        yield case("no right to write", f"out/out{suffix}", lambda folder: read_only(folder / "out"),
+        yield case("no right to write", f"out/out{suffix}", lambda folder: (folder / "out").mkdir(0o555),
                    before=without_rights)  # fmt: skip
         if command.argv[0] == "doctor":
             continue

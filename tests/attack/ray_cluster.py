@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes in a network of its own, one of which may be killed and replaced; and finding processes."""
+"""A Ray cluster of two nodes in a network of its own, one of which may be killed; and how processes are found."""
 
 from __future__ import annotations
 

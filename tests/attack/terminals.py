@@ -41,7 +41,9 @@ def _screen(*codes: int) -> Expected:
     def flaw(word: str, outcome: Outcome, folder: Path) -> Flaw:
         text = outcome.out + outcome.err
         wrong = f"exit code {outcome.code}: {text[-300:]!r}" if outcome.code not in codes else None
-        return crashed(outcome) or wrong or (None if contains(text, word) else f"{word[:40]!r} is not in {text[-300:]!r}")
+        return (
+            crashed(outcome) or wrong or (None if contains(text, word) else f"{word[:40]!r} is not in {text[-300:]!r}")
+        )
 
     return flaw
 
@@ -88,10 +90,17 @@ def _csv(word: str, outcome: Outcome, folder: Path) -> Flaw:
     for path in folder.glob("*.csv"):
         with path.open(encoding="utf-8", newline="") as stream:
             tables[path.name] = list(csv.reader(stream))[1:]
-    if flaw := answers(outcome, folder) or (None if set(tables) == {"t.csv", "t.tokens.csv"} else f"left {set(tables)}"):
+    if flaw := answers(outcome, folder) or (
+        None if set(tables) == {"t.csv", "t.tokens.csv"} else f"left {set(tables)}"
+    ):
         return flaw
     for name, rows in tables.items():
-        formulas = [cell for row in rows for cell in row if cell.startswith(("=", "+", "-", "@", "\t", "\r")) and not _number(cell)]
+        formulas = [
+            cell
+            for row in rows
+            for cell in row
+            if cell.startswith(("=", "+", "-", "@", "\t", "\r")) and not _number(cell)
+        ]
         if formulas or not {row[0].removeprefix("'") for row in rows} <= {word, word.removeprefix("'")}:
             return f"{name} holds {formulas[:1]}, its ids begin with {rows[0][0][:60]!r}"
     return None
@@ -153,7 +162,7 @@ def _nothing(word: str, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A way for a word into the program: what is put into the folder, the command (WORD in it), and how it comes out."""
+    """A way for a word into the program: what is put into the folder, the command, and how the word comes out."""
 
     spoil: Callable[[str, Path], None]
     argv: tuple[str, ...]
@@ -183,21 +192,26 @@ ENTRIES = {
     "tokens in JSON": Entry(_WHOLE, ("tokens", "t.h5", "--json"),
                             _json(lambda found: found["run"]["model"] if "run" in found else found["sample"])),
     "CSV": Entry(_WHOLE, ("export", "t.h5", "-o", "t.csv"), _csv),
-    "a prompt": Entry(partial(_row, lambda word: {"prompt": f"{word} {TEXT}"}), _SHOW, _screen(0), lambda word: len(word) < 300),
+    "a prompt": Entry(partial(_row, lambda word: {"prompt": f"{word} {TEXT}"}), _SHOW, _screen(0),
+        lambda word: len(word) < 300),
     "a prompt's id": Entry(_ID, _SHOW, _screen(0)),
     "answers": Entry(partial(_row, lambda word: {"answers": [word[:300]]}), _SHOW, _any),
     "a prompt in JSON": Entry(_ID, (*_SHOW, "--json"), _json(lambda found: found["samples"][0]["sample"])),
     "answers beside": Entry(partial(_row, lambda word: {"answers": [word[:300]], "id": word}), _GENERATE, _screen(0)),
     "answers in JSON": Entry(partial(_row, lambda word: {"answers": [word]}), (*_GENERATE, "--json"),
                              _json(lambda found: found["samples"][0]["answers"][0])),
-    "a model's folder": Entry(partial(_file, "", None), ("heads", "--model", "./WORD", *RUN[2:], *_ALL), _figures_or_refused,
+    "a model's folder": Entry(partial(_file, "", None), ("heads", "--model", "./WORD", *RUN[2:], *_ALL),
+        _figures_or_refused,
                               _is_a_name),
-    "a dataset's file": Entry(partial(_file, ".jsonl", None), ("heads", "--dataset", "./WORD.jsonl", "--samples", "1", *SMALL, *_ALL),
+    "a dataset's file": Entry(partial(_file, ".jsonl", None),
+        ("heads", "--dataset", "./WORD.jsonl", "--samples", "1", *SMALL, *_ALL),
                               _figures_or_refused, _is_a_name),
-    "a policy's file": Entry(partial(_file, ".py", SCORE_CODE), ("heads", "--policy", "./WORD.py:Peak", *RUN, *_ALL), _any,
+    "a policy's file": Entry(partial(_file, ".py", SCORE_CODE), ("heads", "--policy", "./WORD.py:Peak", *RUN, *_ALL),
+        _any,
                              _is_a_name),
     "an eviction's file": Entry(partial(_file, ".py", EVICTION_CODE),
-                                ("audit", "./WORD.py:evict", "--model", MODEL, "--dataset", PROMPTS, "--samples", "1", "--no-loss",
+                                ("audit", "./WORD.py:evict", "--model", MODEL, "--dataset", PROMPTS, "--samples", "1",
+                                    "--no-loss",
                                  "--situation", "single", "--steps", "1", *_SVG), _any, _is_a_name),
     "--model": Entry(_nothing, ("trace", "--model=x WORD"), _refused),
     "--dataset": Entry(_nothing, ("trace", "--dataset=x WORD"), _refused),
@@ -232,7 +246,13 @@ def cases(shared: Path, seed: int) -> Iterator[Case]:
         for what, word in WORDS.items():
             if entry.takes(word):
                 argv = tuple(text.replace("WORD", word) for text in entry.argv)
-                yield Case(f"{name}: {what}", argv, partial(entry.expected, word), partial(entry.spoil, word), f"words in {name}")
+                yield Case(
+                    f"{name}: {what}",
+                    argv,
+                    partial(entry.expected, word),
+                    partial(entry.spoil, word),
+                    f"words in {name}",
+                )
     for name, (redirections, environment, code) in SCREENS.items():
         for argv in SHOWN:
             wanted = 2 if argv == SHOWN[-1] else code

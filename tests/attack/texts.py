@@ -39,16 +39,19 @@ WRONG: dict[str, Callable[[bytes], bytes]] = {
     "deep JSON": lambda right: ("[" * DEEP + "]" * DEEP).encode(), "a number": lambda right: b"3\n",
     "deep objects": lambda right: ('{"a":' * DEEP + "1" + "}" * DEEP).encode(), "a text": lambda right: b'"text"\n',
     "5,000 digits": lambda right: f'{{"prompt": {DIGITS}}}'.encode(), "null": lambda right: b"null\n",
-    "a list": lambda right: b"[1, 2]\n", "NaN": lambda right: b"NaN\n", "half of it": lambda right: right[: len(right) // 2],
+    "a list": lambda right: b"[1, 2]\n", "NaN": lambda right: b"NaN\n",
+    "half of it": lambda right: right[: len(right) // 2],
     "an object of NaN": lambda right: b'{"prompt": NaN, "rows": Infinity}\n',
     "half a surrogate pair": lambda right: b'{"\\ud800": "\\udfff"}\n', "empty lines": lambda right: b"\n" * 100_000,
-    "escape codes": lambda right: b'{"\\u001b[2J": "\x1b]0;x\x07"}\n', "10 MB of a letter": lambda right: b"x" * 10_000_000,
+    "escape codes": lambda right: b'{"\\u001b[2J": "\x1b]0;x\x07"}\n',
+    "10 MB of a letter": lambda right: b"x" * 10_000_000,
 }  # fmt: skip
 NO_FILE: dict[str, Callable[[Path], object]] = {
     "100 GiB of nothing": lambda path: (path.touch(), os.truncate(path, 100 * 2**30)), "a FIFO": os.mkfifo,
     "/dev/zero": lambda path: path.symlink_to("/dev/zero"), "/dev/tty": lambda path: path.symlink_to("/dev/tty"),
     "a folder": Path.mkdir, "a loop of links": lambda path: path.symlink_to(path.name), "nothing": lambda path: None,
-    "a link to nothing": lambda path: path.symlink_to("no"), "a socket": lambda path: bind_socket(path.parent, path.name),
+    "a link to nothing": lambda path: path.symlink_to("no"),
+    "a socket": lambda path: bind_socket(path.parent, path.name),
 }  # fmt: skip
 """Both are refused, whatever was to be read."""
 
@@ -90,12 +93,16 @@ READERS = {
     "positions in npz": Reader("odd.npz", npz(**ARRAYS), ("audit", "odd.npz", *_AUDIT), ("as it should be",)),
     "sweep": Reader("odd.yaml", b"budget: [24, 40]\nwindow: 8\npolicy: [snapkv, 'adakv(floor=0.1)']\n",
                     ("trace", "--config", "odd.yaml", "--dry-run", "--model", MODEL, *RUN[-4:])),
-    "benchmark": Reader("odd.json", BENCH, ("doctor", "bench", "compare", "odd.json", f"{ROOT}/docs/bench/cpu.json", "--json")),
+    "benchmark": Reader("odd.json", BENCH,
+        ("doctor", "bench", "compare", "odd.json", f"{ROOT}/docs/bench/cpu.json", "--json")),
     "policy": Reader("odd.py", SCORE_CODE, ("trace", "--policy", "odd.py:Peak", "--dry-run", *RUN)),
-    "eviction": Reader("odd.py", EVICTION_CODE, ("audit", "odd.py:evict", *_AUDIT, "--situation", "single", "--steps", "1")),
-    "answers before": Reader("out/generation.jsonl", b"{}\n", ("generate", "--max-new-tokens", "2", "-o", "out", *RUN), (),
+    "eviction": Reader("odd.py", EVICTION_CODE,
+        ("audit", "odd.py:evict", *_AUDIT, "--situation", "single", "--steps", "1")),
+    "answers before": Reader("out/generation.jsonl", b"{}\n",
+        ("generate", "--max-new-tokens", "2", "-o", "out", *RUN), (),
                              (*_ABSENT, "empty")),
-    "summary before": Reader("out/summary.json", b"{}\n", ("heads", TRACE, "--format", "svg", "-o", "out"), (), _ABSENT),
+    "summary before": Reader("out/summary.json", b"{}\n", ("heads", TRACE, "--format", "svg", "-o", "out"), (),
+        _ABSENT),
     "trace": Reader("odd.h5", b"", ("list", "odd.h5"), ()),
 }  # fmt: skip
 
@@ -123,7 +130,9 @@ def cases(shared: Path, seed: int) -> Iterator[Case]:
         for what, content in wrong.items():
             yield _case(f"{name}: documents", what, READERS[name], partial(_write, READERS[name].file, content))
         for what, content in right.items():
-            yield _case(f"{name}: documents", what, READERS[name], partial(_write, READERS[name].file, content), answers)
+            yield _case(
+                f"{name}: documents", what, READERS[name], partial(_write, READERS[name].file, content), answers
+            )
     draw = random.Random(seed)
     for number in range(80):
         name = draw.choice([name for name, reader in READERS.items() if reader.forms])
@@ -162,7 +171,25 @@ def _make(name: str, make: Callable[[Path], object], folder: Path) -> None:
 def _damaged(right: bytes, draw: random.Random) -> bytes:
     """Change, remove or insert a few bytes."""
     content = bytearray(right)
-    tokens = ("null", "NaN", "[", "]", "{", '"', ":", ",", "\\", "-1", "1e999", "\x00", "\\ud800", "true", "\n", "\t", "é")
+    tokens = (
+        "null",
+        "NaN",
+        "[",
+        "]",
+        "{",
+        '"',
+        ":",
+        ",",
+        "\\",
+        "-1",
+        "1e999",
+        "\x00",
+        "\\ud800",
+        "true",
+        "\n",
+        "\t",
+        "é",
+    )
     for _ in range(draw.randint(1, 6)):
         at = draw.randrange(len(content))
         end, new = draw.choice([
@@ -193,7 +220,9 @@ def _with(document: Any, path: tuple[Any, ...], value: str) -> bytes:
     return json.dumps(document).replace('"HERE"', value, 1).encode()
 
 
-def _odd(document: Any, path: tuple[Any, ...], fine: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str, bytes]:
+def _odd(
+    document: Any, path: tuple[Any, ...], fine: tuple[str, ...] = (), only: tuple[str, ...] = ()
+) -> dict[str, bytes]:
     """Return the document with each odd value at a path, but for those that are fine there."""
     return {f"{path} is {what}": _with(document, path, ODD[what]) for what in only or ODD if what not in fine}
 
@@ -204,11 +233,14 @@ def _named(document: Any, path: tuple[Any, ...], values: Mapping[str, Any]) -> d
 
 def _head_scores() -> tuple[dict[str, bytes], dict[str, bytes]]:
     documents = {
-        "a head is missing": {name: 1.0 for name in SCORES if name != "1-3"}, "no score above 0": dict.fromkeys(SCORES, 0),
+        "a head is missing": {name: 1.0 for name in SCORES if name != "1-3"},
+        "no score above 0": dict.fromkeys(SCORES, 0),
         "a huge sum": {**SCORES, "0-0": [1e308, 1e308, 1e308]}, "half a pair": {**SCORES, "\ud800": 1.0},
         **{f"a head is called {what}": {**SCORES, WORDS[what]: 1.0} for what in FEW},
     }  # fmt: skip
-    wrong = _odd(SCORES, ("0-0",), ("a fraction",)) | _odd({**SCORES, "0-0": [1, 0]}, ("0-0", 1), only=(*NO_NUMBERS, "true"))
+    wrong = _odd(SCORES, ("0-0",), ("a fraction",)) | _odd(
+        {**SCORES, "0-0": [1, 0]}, ("0-0", 1), only=(*NO_NUMBERS, "true")
+    )
     wrong |= {name: json.dumps(document).encode() for name, document in documents.items()}
     return wrong, {"lists of scores": json.dumps({name: [1.0, 2] for name in SCORES}).encode()}
 
@@ -279,7 +311,8 @@ def _npz() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "fractions as tokens": {"tokens": [1.7], "logits": np.ones((1, 260))},
         "tokens of two axes": {"tokens": [[1, 2]], "logits": np.ones((1, 260))},
     }  # fmt: skip
-    members = {"a huge shape": _header((2**50,)), "a shape of -1": _header((-1,)), "an empty member": b"", "text": b"no array",
+    members = {"a huge shape": _header((2**50,)), "a shape of -1": _header((-1,)), "an empty member": b"",
+        "text": b"no array",
                "another layout": b"\x93NUMPY\x07\x00" + struct.pack("<H", 4) + b"{}\n ",
                "code": _header("", "__import__('os').system('touch out')")}  # fmt: skip
     return {
@@ -290,9 +323,11 @@ def _npz() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "a layer is missing": npz(**{name: value for name, value in ARRAYS.items() if "layer_1" in name}),
         "a head is missing": npz(**{name: value for name, value in ARRAYS.items() if name != "layer_0_head_0"}),
         "another compression": bytes(_zip(_header((8,)))).replace(b"\x14" + bytes(5), b"\x14\0\0\0\x63\0"),
-        "encrypted": bytes(locked), "cut": whole[:-40], "overwritten": whole[: middle - 20] + b"\xff" * 40 + whole[middle + 20 :],
+        "encrypted": bytes(locked), "cut": whole[:-40],
+        "overwritten": whole[: middle - 20] + b"\xff" * 40 + whole[middle + 20 :],
     }, {
-        "unsigned": npz(**{**ARRAYS, "layer_0_head_0": np.array([1, 2], np.uint8)}), "ids": npz(**ARRAYS, token_ids=[1] * 12),
+        "unsigned": npz(**{**ARRAYS, "layer_0_head_0": np.array([1, 2], np.uint8)}),
+        "ids": npz(**ARRAYS, token_ids=[1] * 12),
     }  # fmt: skip
 
 
@@ -300,8 +335,10 @@ def _sweep() -> tuple[dict[str, bytes], dict[str, bytes]]:
     laughs = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
     wrong = {
         "billions of laughs": laughs, "an unknown alias": "x: &a [24, 40]\nbudget: *b\n", "itself": "&a budget: *a\n",
-        "an object": "budget: !!python/object/apply:os.system ['touch out']\n", "a key twice": "budget: 24\nbudget: 40\n",
-        "two documents": "budget: 24\n---\nbudget: 40\n", "a tab": "budget:\n\t- 24\n", "a list as key": "? [budget]\n: 24\n",
+        "an object": "budget: !!python/object/apply:os.system ['touch out']\n",
+        "a key twice": "budget: 24\nbudget: 40\n",
+        "two documents": "budget: 24\n---\nbudget: 40\n", "a tab": "budget:\n\t- 24\n",
+        "a list as key": "? [budget]\n: 24\n",
         "5,000 digits": f"budget: {DIGITS}\n", "samples of 5,000 digits": f"samples: {DIGITS}\n",
         "a fraction of samples": "samples: 1.5\n", "an escape code as key": '"\\x1b[2J": 1\n',
         "an escape code as policy": 'policy: "\\x1b]0;x\\x07"\n', "half a pair as policy": 'policy: "\\ud800"\n',
@@ -310,7 +347,8 @@ def _sweep() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "a date": "budget: 2020-01-01\n", "bytes": "policy: !!binary aGVsbG8=\n",
     }  # fmt: skip
     right = {
-        "one budget": "budget: 24\nwindow: 8\n", "quoted": 'budget: "24"\n"window": 8\n', "braces": "{budget: [24], window: 8}\n",
+        "one budget": "budget: 24\nwindow: 8\n", "quoted": 'budget: "24"\n"window": 8\n',
+        "braces": "{budget: [24], window: 8}\n",
         "an alias": "budget: [&b 24]\nwindow: 8\n", "other letters": "# é 漢字 🙂\nbudget: 24\nwindow: 8\n",
     }  # fmt: skip
     return {name: text.encode() for name, text in wrong.items()}, {name: text.encode() for name, text in right.items()}
@@ -336,7 +374,8 @@ def _benchmark() -> tuple[dict[str, bytes], dict[str, bytes]]:
 def _code(right: bytes, name: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
     text = "\\x1b[2J [/INST]\\n\\x07" * 40
     first = {
-        "a syntax error": "def f(:", "an exit": "raise SystemExit(0)", "an exit with words": "import sys; sys.exit('bye')",
+        "a syntax error": "def f(:", "an exit": "raise SystemExit(0)",
+        "an exit with words": "import sys; sys.exit('bye')",
         "a quick exit": "exit()", "an odd message": f"raise ValueError('{text}')", "an error": "raise RuntimeError",
         "an error without text": "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
         "a missing package": "import no_such_package_of_anybody", "recursion": "def f(): f()\nf()",
@@ -358,14 +397,22 @@ DOCUMENTS = {
 
 def _rows() -> dict[str, tuple[Any, bool]]:
     """Return name -> the second line of a file, or all lines, and whether it is read."""
-    ids = {"NUL": "a\0b", "half a pair": "\ud800", "the other half": "x\udfff", "100 kB": "x" * 100_000, "again": "first"}
+    ids = {
+        "NUL": "a\0b",
+        "half a pair": "\ud800",
+        "the other half": "x\udfff",
+        "100 kB": "x" * 100_000,
+        "again": "first",
+    }
     lists = {"numbers": [1], "mixed": ["a", None], "half a pair": ["\ude00"]}
     prompt, question = {"prompt": TEXT}, {"context": TEXT, "input": "Who?"}
     whole = ("a text", "a negative", "400 digits")
     wrong: dict[str, Any] = {
         **_odd({**prompt}, ("id",), whole), **_named(prompt, ("id",), ids),
-        **_odd({**question}, ("_id",), (*whole, "null")), **_named(question, ("_id",), {k: v for k, v in ids.items() if k != "again"}),
-        **{name: line for row, field in (({"id": "a"}, "prompt"), (prompt, "answer_prefix"), (question, "context"), (question, "input"))
+        **_odd({**question}, ("_id",), (*whole, "null")),
+        **_named(question, ("_id",), {k: v for k, v in ids.items() if k != "again"}),
+        **{name: line for row, field in (({"id": "a"}, "prompt"), (prompt, "answer_prefix"), (question, "context"),
+                (question, "input"))
            for name, line in _odd({**row}, (field,), ("a text",)).items()},
         **_odd({**prompt}, ("answers",), ("an empty list",)), **_named(prompt, ("answers",), lists),
         **_named({**question, "dataset": "trec"}, ("all_classes",), {"a text": "a", "numbers": [1]}),
@@ -374,7 +421,8 @@ def _rows() -> dict[str, tuple[Any, bool]]:
         "odd keys": json.dumps({"\x1b[2J": 1, "\ud800": 2, "[bold]": 3, "\u202e": 4}),
         "trec without input": json.dumps({"context": TEXT, "dataset": "trec"}),
         "a deep value": f'{{"prompt": "x", "more": {"[" * DEEP}{"]" * DEEP}}}',
-        "a deep object": '{"a":' * DEEP + "1" + "}" * DEEP, "a value of 5,000 digits": _with({**prompt}, ("more",), DIGITS),
+        "a deep object": '{"a":' * DEEP + "1" + "}" * DEEP,
+        "a value of 5,000 digits": _with({**prompt}, ("more",), DIGITS),
         "control characters": b'{"prompt": "a\x01b"}', "raw NUL": b'{"prompt": "a\x00b"}', "no JSON": "prompt: x",
         "two objects": '{"prompt": "x"} {"prompt": "y"}', "half a row": '{"prompt": "x',
         "a prompt of 5 MB": json.dumps({"prompt": "word " * 1_000_000}), "10 MB of brackets": "[" * 10_000_000,
@@ -382,9 +430,11 @@ def _rows() -> dict[str, tuple[Any, bool]]:
         "200,000 keys": json.dumps({f"key{number}": number for number in range(200_000)}),
     }  # fmt: skip
     right = {
-        "NaN beside": _with({**prompt}, ("more",), "NaN"), "-Infinity beside": _with({**prompt}, ("more",), "[-Infinity]"),
+        "NaN beside": _with({**prompt}, ("more",), "NaN"),
+        "-Infinity beside": _with({**prompt}, ("more",), "[-Infinity]"),
         "numbers as ids": tuple(json.dumps({"id": id_, "prompt": TEXT}) for id_ in (1, "2")),
-        "an id of 30 digits": _with({**prompt}, ("id",), "7" * 30), "a key twice": f'{{"prompt": 3, "prompt": {json.dumps(TEXT)}}}',
+        "an id of 30 digits": _with({**prompt}, ("id",), "7" * 30),
+        "a key twice": f'{{"prompt": 3, "prompt": {json.dumps(TEXT)}}}',
         "NUL in the prompt": json.dumps({"prompt": f"{TEXT}\0"}), "white around": f"  {json.dumps(prompt)}\t",
         "blank lines": f"\n \t\n{json.dumps(prompt)}", "answers": json.dumps({**prompt, "answers": ["12"]}),
         **_named(prompt, ("id",), {f"word: {what}": word for what, word in WORDS.items()}),

@@ -235,7 +235,9 @@ def other_strings(file: File, draw: Draw) -> None:
     if choice == 0:
         file[name][0] = b"\xc3\x28\xff"
         return
-    with_data(file, name, np.zeros(file[name].shape[0], "S4" if choice == 1 else "f8"), [] if name == "config" else None)
+    with_data(
+        file, name, np.zeros(file[name].shape[0], "S4" if choice == 1 else "f8"), [] if name == "config" else None
+    )
     if name == "config":
         file[name].make_scale(name)
 
@@ -299,12 +301,17 @@ def huge(file: File, draw: Draw) -> None:
 @edit(12)
 def huge_everywhere(file: File, draw: Draw) -> None:
     """Make an axis as long as no disk holds, in its coordinate and in every variable along it."""
-    axis, length = one_of(draw, ["sample", "head", "layer", "d_head", "key", "kept_byte"]), one_of(draw, [10**7, 2**33, 2**40])
+    axis, length = (
+        one_of(draw, ["sample", "head", "layer", "d_head", "key", "kept_byte"]),
+        one_of(draw, [10**7, 2**33, 2**40]),
+    )
     text = h5py.string_dtype()
     variables = {name: [dim[0].name.lstrip("/") for dim in file[name].dims] for name in file if not file[name].is_scale}
     along = {name: axes for name, axes in variables.items() if axis in axes}
     del file[axis]
-    file.create_dataset(axis, shape=(length,), dtype=text if axis == "sample" else "<i8", chunks=(1024,)).make_scale(axis)
+    file.create_dataset(axis, shape=(length,), dtype=text if axis == "sample" else "<i8", chunks=(1024,)).make_scale(
+        axis
+    )
     for name, axes in along.items():
         shape = tuple(length if one == axis else size for one, size in zip(axes, file[name].shape, strict=True))
         dtype, chunks = text if file[name].dtype == object else file[name].dtype, tuple(min(size, 16) for size in shape)
@@ -333,7 +340,9 @@ def unknown_filter(file: File, draw: Draw) -> None:
 
     def make() -> None:
         dtype, space = h5py.h5t.py_create(values.dtype), h5py.h5s.create_simple(values.shape)
-        h5py.h5d.create(file.id, name.encode(), dtype, space, plan).write_direct_chunk((0,) * values.ndim, values.tobytes())
+        h5py.h5d.create(file.id, name.encode(), dtype, space, plan).write_direct_chunk(
+            (0,) * values.ndim, values.tobytes()
+        )
 
     remake(file, name, make)
 
@@ -391,7 +400,8 @@ def no_format(file: File, draw: Draw) -> None:
 @edit(24)
 def broken_run(file: File, draw: Draw) -> None:
     file.attrs["run"] = one_of(draw, [
-        "", "{", "null", "[]", "3", '"run"', "{}", "[" * 200_000, '{"a":' * 100_000, "NaN", b"\xed\xa0\x80", "1" * 10_000,
+        "", "{", "null", "[]", "3", '"run"', "{}", "[" * 200_000, '{"a":' * 100_000, "NaN", b"\xed\xa0\x80",
+        "1" * 10_000,
         '{"configs": null}', '{"configs": []}', '{"configs": [3]}', '{"configs": {"a": 1}}',
     ])  # fmt: skip
 
@@ -441,7 +451,9 @@ def another_run(file: File, draw: Draw) -> None:
 @edit(6)
 def other_labels(file: File, draw: Draw) -> None:
     labels = list(file["config"].asstr()[()])
-    file["config"][...] = one_of(draw, [labels[::-1], labels[:1] * len(labels), ["other", *labels[1:]], ["", *labels[1:]]])
+    file["config"][...] = one_of(
+        draw, [labels[::-1], labels[:1] * len(labels), ["other", *labels[1:]], ["", *labels[1:]]]
+    )
 
 
 @edit(6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,21 @@ from tests.attack.trace_edits import EDITS, SUMMED, without_sums
 
 COUNT = 1000
 NAME = "t.h5"
-_OPTIONS = ("--model", MODEL, "--budget", "24", "--budget", "30", "--window", "8", "--save", "outputs", "--steps", "3", "--json")
+_OPTIONS = (
+    "--model",
+    MODEL,
+    "--budget",
+    "24",
+    "--budget",
+    "30",
+    "--window",
+    "8",
+    "--save",
+    "outputs",
+    "--steps",
+    "3",
+    "--json",
+)
 _TRACE = ("trace", *_OPTIONS, "--dataset", PROMPTS, "--samples", "2", "-o", NAME)
 _NEEDLE = ("needle", *_OPTIONS, "--lengths", "300", "--depths", "0,1", "--haystack", "noise", "--max-new-tokens", "3",
            "--compare", "snapkv:attention,two-stage", "--format", "svg", "-o", "out")  # fmt: skip
@@ -65,7 +78,8 @@ class Reader:
 READERS = (
     *(Reader(("list", NAME, "--json"), needle) for needle in (False, True)),
     *(Reader((NAME,), needle, __name__) for needle in (False, True)),
-    *(Reader((name, NAME, *_SHOW)) for name in ("heads", "layers", "bound-tightness", "assumption", "ablation", "horizon")),
+    *(Reader((name, NAME, *_SHOW)) for name in ("heads", "layers", "bound-tightness", "assumption", "ablation",
+            "horizon")),
     Reader(("tokens", NAME, "--json")), Reader(("export", NAME, "-o", "t.csv", "--json")), Reader(_TRACE),
     Reader(("needle", NAME, *_SHOW), True),
 )  # fmt: skip
