@@ -370,6 +370,7 @@ def main() -> int:
     options, begin, passed = parser.parse_args(), time.monotonic(), dict[str, list[bool]]()
     kinds = {name: kind for name, kind in KINDS.items() if re.search(options.only, name) and can_have(kind.needs)}
     draw = random.Random(options.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster and the folder go in the end
     on_ray = any(kind.needs == "ray" for kind in kinds.values())
     with tempfile.TemporaryDirectory() as folder, ray_cluster.ray_cluster() if on_ray else nullcontext() as cluster:
         run = DisturbedRun(Path(folder, "run"), cluster)
