@@ -2,168 +2,441 @@
 
 from __future__ import annotations
 
+import copy
+import gzip
+import io
+import json
+import os
+import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.attack.odd_documents import DOCUMENTS
-from tests.attack.odd_files import RIGHT, WRONG, Make
-from tests.attack.odd_rows import ROWS
-from tests.attack.odd_words import obeyed
-from tests.attack.readers import READERS, Shop, named, open_shop
-from tests.attack.running import Case, Outcome, flaw_of_refusal
+import numpy as np
 
-_DAMAGED = 80
-_MOST = 2**20
+from tests.attack.case import Case, Flaw, Outcome, answers, crashed, refused
+from tests.attack.materials import EVICTION_CODE, MODEL, PROMPTS, RUN, SCORE_CODE, SMALL, TEXT, TRACE, WORDS
+from tests.attack.outputs import bind_socket
+
+COUNT = 1000
+"""More than there are: `make attack` tries all."""
+DEEP, DIGITS, ROOT = 10_000, "9" * 5_000, Path(__file__).resolve().parents[2]
+RIGHT: dict[str, Callable[[bytes], bytes]] = {
+    "as it should be": lambda right: right, "a byte order mark": lambda right: b"\xef\xbb\xbf" + right,
+    "CR alone": lambda right: right.replace(b"\n", b"\r"), "CR LF": lambda right: right.replace(b"\n", b"\r\n"),
+    "no last newline": lambda right: right.rstrip(b"\n"), "100,000 lines more": lambda right: right + b"\n" * 100_000,
+}  # fmt: skip
+"""Forms of a file that are read."""
+WRONG: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda right: b"", "NUL bytes": lambda right: bytes(64), "latin-1": lambda right: b"\xe9" + right,
+    "UTF-16": lambda right: right.decode("latin-1").encode("utf-16"), "gzip": partial(gzip.compress, mtime=0),
+    "deep JSON": lambda right: ("[" * DEEP + "]" * DEEP).encode(), "a number": lambda right: b"3\n",
+    "deep objects": lambda right: ('{"a":' * DEEP + "1" + "}" * DEEP).encode(), "a text": lambda right: b'"text"\n',
+    "5,000 digits": lambda right: f'{{"prompt": {DIGITS}}}'.encode(), "null": lambda right: b"null\n",
+    "a list": lambda right: b"[1, 2]\n", "NaN": lambda right: b"NaN\n",
+    "half of it": lambda right: right[: len(right) // 2],
+    "an object of NaN": lambda right: b'{"prompt": NaN, "rows": Infinity}\n',
+    "half a surrogate pair": lambda right: b'{"\\ud800": "\\udfff"}\n', "empty lines": lambda right: b"\n" * 100_000,
+    "escape codes": lambda right: b'{"\\u001b[2J": "\x1b]0;x\x07"}\n',
+    "10 MB of a letter": lambda right: b"x" * 10_000_000,
+}  # fmt: skip
+NO_FILE: dict[str, Callable[[Path], object]] = {
+    "100 GiB of nothing": lambda path: (path.touch(), os.truncate(path, 100 * 2**30)), "a FIFO": os.mkfifo,
+    "/dev/zero": lambda path: path.symlink_to("/dev/zero"), "/dev/tty": lambda path: path.symlink_to("/dev/tty"),
+    "a folder": Path.mkdir, "a loop of links": lambda path: path.symlink_to(path.name), "nothing": lambda path: None,
+    "a link to nothing": lambda path: path.symlink_to("no"),
+    "a socket": lambda path: bind_socket(path.parent, path.name),
+}  # fmt: skip
+"""Both are refused, whatever was to be read."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of case, made only when it is its turn."""
+class Reader:
+    """A file that a command reads, and what would be right in it; `fine`: kinds of wrong files that are none here."""
 
-    name: str
-    make: Callable[[Shop, Path], tuple[str, ...]]
-    fine: Callable[[Outcome], str | None]
-
-
-def cases(workshop: Path, seed: int, count: int) -> Iterator[Case]:
-    """Files × what lies there, rows × what they hold, and damaged files by chance; in an order of the seed."""
-    draw = random.Random(seed)
-    kinds = [*_files(), *_rows(), *_documents(), *_damaged(draw, _DAMAGED)]
-    draw.shuffle(kinds)
-    shop = open_shop(workshop)
-    for number, kind in enumerate(kinds[:count]):
-        folder = workshop / f"case-{number}"
-        folder.mkdir()
-        argv = kind.make(shop, folder)
-        yield Case(kind.name, folder, argv, _leaving_alone(folder, kind.fine))
+    file: str
+    right: bytes
+    argv: tuple[str, ...]
+    forms: tuple[str, ...] = tuple(RIGHT)
+    fine: tuple[str, ...] = ()
 
 
-def _leaving_alone(folder: Path, fine: Callable[[Outcome], str | None]) -> Callable[[Outcome], str | None]:
-    """As `fine`; and whoever is refused finds every file as it was."""
-    before = _held(folder)
-
-    def flaw(outcome: Outcome) -> str | None:
-        changed = outcome.code != 0 and _held(folder) != before
-        return fine(outcome) or ("refused, but a file is another now" if changed else None)
-
-    return flaw
+def npz(**arrays: object) -> bytes:
+    """Return an .npz file's bytes."""
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)  # type: ignore[arg-type]
+    return stream.getvalue()
 
 
-def _held(folder: Path) -> dict[str, bytes]:
-    """What lies in the folder's files of some size."""
-    files = (path for path in folder.rglob("*") if not path.is_symlink() and path.is_file())
-    return {str(path): path.read_bytes() for path in files if path.stat().st_size < _MOST}
+KEPT = [[[0, 1, 5, 9], [0, 2, 5, 9]], [[0, 1, 5, 9], [3, 4, 5, 9]]]
+ARRAYS = {f"layer_{layer}_head_{head}": np.array(KEPT[layer][head]) for layer in range(2) for head in range(2)}
+SCORES = {f"{layer}-{head}": 1.5 for layer in range(2) for head in range(4)}
+BENCH = (ROOT / "docs" / "bench" / "cpu.json").read_bytes()
+_AUDIT = ("--model", MODEL, "--dataset", PROMPTS, "--samples", "1", "--no-loss", "--format", "svg", "-o", "out")
+_ABSENT = ("nothing", "a link to nothing", "a loop of links")
+READERS = {
+    "dataset": Reader("odd.jsonl", json.dumps({"id": "a", "prompt": TEXT}).encode() + b"\n",
+                      ("list", "datasets", "odd.jsonl", "--show", "--model", MODEL)),
+    "LongBench": Reader("trec.jsonl", json.dumps({"context": TEXT, "input": "Q", "answers": ["a"],
+                                                  "all_classes": ["a", "b"]}).encode() + b"\n",
+                        ("list", "datasets", "trec", "--show", "--data-dir", ".", "--model", MODEL)),
+    "head scores": Reader("odd.json", json.dumps(SCORES, indent=1).encode() + b"\n",
+                          ("trace", "--policy", "headkv", "--head-scores", "odd.json", "--dry-run", *RUN)),
+    "positions in JSON": Reader("odd.json", json.dumps({"kept": KEPT}, indent=1).encode() + b"\n",
+                                ("audit", "odd.json", *_AUDIT)),
+    "positions in npz": Reader("odd.npz", npz(**ARRAYS), ("audit", "odd.npz", *_AUDIT), ("as it should be",)),
+    "sweep": Reader("odd.yaml", b"budget: [24, 40]\nwindow: 8\npolicy: [snapkv, 'adakv(floor=0.1)']\n",
+                    ("trace", "--config", "odd.yaml", "--dry-run", "--model", MODEL, *RUN[-4:])),
+    "benchmark": Reader("odd.json", BENCH,
+        ("doctor", "bench", "compare", "odd.json", f"{ROOT}/docs/bench/cpu.json", "--json")),
+    "policy": Reader("odd.py", SCORE_CODE, ("trace", "--policy", "odd.py:Peak", "--dry-run", *RUN)),
+    "eviction": Reader("odd.py", EVICTION_CODE,
+        ("audit", "odd.py:evict", *_AUDIT, "--situation", "single", "--steps", "1")),
+    "answers before": Reader("out/generation.jsonl", b"{}\n",
+        ("generate", "--max-new-tokens", "2", "-o", "out", *RUN), (),
+                             (*_ABSENT, "empty")),
+    "summary before": Reader("out/summary.json", b"{}\n", ("heads", TRACE, "--format", "svg", "-o", "out"), (),
+        _ABSENT),
+    "trace": Reader("odd.h5", b"", ("list", "odd.h5"), ()),
+}  # fmt: skip
 
 
-def refused(*words: str) -> Callable[[Outcome], str | None]:
-    """One line, which holds these words and nothing that a terminal obeys; or an audit's verdict `unreadable`."""
-
-    def flaw(outcome: Outcome) -> str | None:
-        if outcome.code == 2 and outcome.out.startswith("unreadable") and not outcome.left and not outcome.err:
-            return obeyed(outcome.out)
-        found = flaw_of_refusal(outcome) or obeyed(outcome.err)
-        if found:
-            return found
-        if outcome.err.strip().count("\n"):
-            return f"more than one line: {outcome.err!r}"
-        lacking = [word for word in words if word not in outcome.err]
-        return f"says nothing of {lacking[0]}: {outcome.err[:300]!r}" if lacking else None
-
-    return flaw
-
-
-def read(outcome: Outcome) -> str | None:
-    """Exit code 0, nothing but text."""
-    if outcome.hung:
-        return "still running"
-    if "Traceback" in outcome.err + outcome.out:
-        return f"traceback: {outcome.err.strip().splitlines()[-1]}"
-    return f"exit code {outcome.code}: {outcome.err[-300:]!r}" if outcome.code else obeyed(outcome.out + outcome.err)
-
-
-def either(*words: str) -> Callable[[Outcome], str | None]:
-    """Read, or refused."""
-    return lambda outcome: refused(*words)(outcome) if outcome.code else read(outcome)
-
-
-def _files() -> Iterator[Kind]:
+def cases(shared: Path, seed: int) -> Iterator[Case]:
+    """Yield readers × files, rows × fields, documents with one odd thing, and damaged files."""
     for name, reader in READERS.items():
-        for what, put in WRONG.items():
-            if what not in reader.takes:
-                yield Kind(f"{name}: {what}", _with(reader.prepare, put), refused(*named(reader)))
-        for what, put in RIGHT.items():
-            if what in reader.forms:
-                yield Kind(f"{name}: {what}", _with(reader.prepare, put), read)
-
-
-def _with(prepare: Callable[[Shop, Path, Make], tuple[str, ...]], put: Make) -> Any:
-    return lambda shop, folder: prepare(shop, folder, put)
-
-
-def _rows() -> Iterator[Kind]:
-    for name, row in ROWS.items():
-        yield Kind(f"row: {name}", _with_rows(row.lines), refused(row.words) if row.wrong else read)
-
-
-def _with_rows(lines: Sequence[str | bytes]) -> Callable[[Shop, Path], tuple[str, ...]]:
-    def make(shop: Shop, folder: Path) -> tuple[str, ...]:
+        for what, change in WRONG.items():
+            if what not in reader.fine:
+                yield _case(f"{name}: files", what, reader, partial(_write, reader.file, change(reader.right)))
+        for what, make in NO_FILE.items():
+            if what not in reader.fine:
+                yield _case(f"{name}: files", what, reader, partial(_make, reader.file, make))
+        for what in reader.forms:
+            spoil = partial(_write, reader.file, RIGHT[what](reader.right))
+            yield _case(f"{name}: files", what, reader, spoil, answers)
+    for name, (line, read) in _rows().items():
+        lines = line if isinstance(line, tuple) else (json.dumps({"id": "first", "prompt": TEXT}), line)
         content = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
-        (folder / "rows.jsonl").write_bytes(content)
-        return "trace", "--dataset", "rows.jsonl", "-o", "out", *shop.small
-
-    return make
-
-
-def _damaged(draw: random.Random, count: int) -> Iterator[Kind]:
-    """Right files of which some bytes are others: read or refused, in one line."""
-    names = [name for name, reader in READERS.items() if reader.forms]
-    for number in range(count):
-        name = draw.choice(names)
-        reader, seed = READERS[name], draw.random()
-        yield Kind(f"{name}: damaged, {number}", _with(reader.prepare, _damage(seed)), either())
-
-
-def _damage(seed: float) -> Make:
-    def put(path: Path, right: bytes) -> None:
-        draw, content = random.Random(seed), bytearray(right)
-        for _ in range(draw.randint(1, 6)):
-            place = draw.randrange(len(content))
-            match draw.randrange(4):
-                case 0:
-                    content[place] = draw.randrange(256)
-                case 1:
-                    del content[place : place + draw.randint(1, 8)]
-                case 2:
-                    content[place:place] = draw.choice(_TOKENS).encode()
-                case 3:
-                    content[place:place] = content[: draw.randint(1, 30)]
-            content = content or bytearray(b" ")
-        path.write_bytes(content)
-
-    return put
-
-
-_TOKENS = ("null", "NaN", "[", "]", "{", '"', ":", ",", "\\", "-1", "1e999", "\x00", "\\ud800", "true", "\n", "\t", "é")
-
-
-def _documents() -> Iterator[Kind]:
+        words = "'1' has 5000000 tokens" if name == "a prompt of 5 MB" else "rows.jsonl, line 2"
+        argv = ("trace", "--dataset", "rows.jsonl", "-o", "out", *SMALL)
+        expected = answers if read else refused(words, alone=True)
+        yield Case(f"row: {name}", argv, expected, partial(_write, "rows.jsonl", content), "rows")
     for name, (wrong, right) in DOCUMENTS.items():
-        reader = READERS[name]
         for what, content in wrong.items():
-            yield Kind(f"{name}: {what}", _with(reader.prepare, _written(content)), refused(*named(reader)))
+            yield _case(f"{name}: documents", what, READERS[name], partial(_write, READERS[name].file, content))
         for what, content in right.items():
-            yield Kind(f"{name}: {what}", _with(reader.prepare, _written(content)), read)
+            yield _case(
+                f"{name}: documents", what, READERS[name], partial(_write, READERS[name].file, content), answers
+            )
+    draw = random.Random(seed)
+    for number in range(80):
+        name = draw.choice([name for name, reader in READERS.items() if reader.forms])
+        content = _damaged(READERS[name].right, random.Random(draw.random()))
+        yield _case("damaged", f"{name} {number}", READERS[name], partial(_write, READERS[name].file, content), _either)
 
 
-def _written(content: bytes) -> Make:
-    return lambda path, right: _only(path.write_bytes(content))
+def _case(kind: str, name: str, reader: Reader, spoil: Callable[[Path], object], expected: Any = None) -> Case:
+    return Case(f"{kind}: {name}", reader.argv, expected or _refused(Path(reader.file).name), spoil, kind)
 
 
-def _only(written: int) -> None:
-    """Forget how much it was."""
+def _refused(name: str) -> Callable[[Outcome, Path], Flaw]:
+    """Expect one line that names the file; an audit may call an eviction unreadable instead."""
+
+    def flaw(outcome: Outcome, folder: Path) -> Flaw:
+        unreadable = outcome.code == 2 and outcome.out.startswith("unreadable") and not outcome.left and not outcome.err
+        return crashed(outcome) if unreadable else refused(name, alone=True)(outcome, folder)
+
+    return flaw
 
 
-COUNT = sum(1 for kinds in (_files(), _rows(), _documents()) for _ in kinds) + _DAMAGED
+def _either(outcome: Outcome, folder: Path) -> Flaw:
+    return _refused("")(outcome, folder) if outcome.code else answers(outcome, folder)
+
+
+def _write(name: str, content: bytes, folder: Path) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content)
+
+
+def _make(name: str, make: Callable[[Path], object], folder: Path) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    make(folder / name)
+
+
+def _damaged(right: bytes, draw: random.Random) -> bytes:
+    """Change, remove or insert a few bytes."""
+    content = bytearray(right)
+    tokens = (
+        "null",
+        "NaN",
+        "[",
+        "]",
+        "{",
+        '"',
+        ":",
+        ",",
+        "\\",
+        "-1",
+        "1e999",
+        "\x00",
+        "\\ud800",
+        "true",
+        "\n",
+        "\t",
+        "é",
+    )
+    for _ in range(draw.randint(1, 6)):
+        at = draw.randrange(len(content))
+        end, new = draw.choice([
+            (at + 1, bytes([draw.randrange(256)])), (at + draw.randint(1, 8), b""), (at, draw.choice(tokens).encode()),
+            (at, bytes(content[: draw.randint(1, 30)])),
+        ])  # fmt: skip
+        content[at:end] = new
+        content = content or bytearray(b" ")
+    return bytes(content)
+
+
+# Documents that are right but for one thing.
+ODD = {"null": "null", "true": "true", "a text": '"3"', "an object": "{}", "an empty list": "[]", "a list": "[[[1]]]",
+       "a negative": "-1", "a fraction": "1.5", "400 digits": "1" + "0" * 400, "NaN": "NaN", "Infinity": "Infinity",
+       "1e999": "1e999", "5,000 digits": DIGITS}  # fmt: skip
+"""JSON values."""
+NO_NUMBERS = ("NaN", "Infinity", "1e999", "5,000 digits")
+FEW = ("a closing tag", "a title", "LF", "bidi", "long")
+
+
+def _with(document: Any, path: tuple[Any, ...], value: str) -> bytes:
+    """Return the document's JSON with this text at a path."""
+    document = copy.deepcopy(document)
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = "HERE"
+    return json.dumps(document).replace('"HERE"', value, 1).encode()
+
+
+def _odd(
+    document: Any, path: tuple[Any, ...], fine: tuple[str, ...] = (), only: tuple[str, ...] = ()
+) -> dict[str, bytes]:
+    """Return the document with each odd value at a path, but for those that are fine there."""
+    return {f"{path} is {what}": _with(document, path, ODD[what]) for what in only or ODD if what not in fine}
+
+
+def _named(document: Any, path: tuple[Any, ...], values: Mapping[str, Any]) -> dict[str, bytes]:
+    return {f"{path} is {what}": _with(document, path, json.dumps(value)) for what, value in values.items()}
+
+
+def _head_scores() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    documents = {
+        "a head is missing": {name: 1.0 for name in SCORES if name != "1-3"},
+        "no score above 0": dict.fromkeys(SCORES, 0),
+        "a huge sum": {**SCORES, "0-0": [1e308, 1e308, 1e308]}, "half a pair": {**SCORES, "\ud800": 1.0},
+        **{f"a head is called {what}": {**SCORES, WORDS[what]: 1.0} for what in FEW},
+    }  # fmt: skip
+    wrong = _odd(SCORES, ("0-0",), ("a fraction",)) | _odd(
+        {**SCORES, "0-0": [1, 0]}, ("0-0", 1), only=(*NO_NUMBERS, "true")
+    )
+    wrong |= {name: json.dumps(document).encode() for name, document in documents.items()}
+    return wrong, {"lists of scores": json.dumps({name: [1.0, 2] for name in SCORES}).encode()}
+
+
+def _positions() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    kept, logits = {"kept": KEPT}, [[0.5] * 260] * 2
+    wrong = _odd(kept, ("kept", 0, 0), ("an empty list",)) | _odd(kept, ("kept", 0, 0, 0))
+    wrong |= _named(kept, ("kept", 0, 0), {"a position twice": [3, 3], "behind the prompt": [5_000]})
+    for name, more in (("token_ids", {}), ("tokens", {"logits": logits})):
+        document = {**kept, name: [5] * 12, **more}
+        wrong |= _odd(document, (name, 0)) | _named(document, (name,), {"a text": "35", "a number": 3})
+        wrong |= _named(document, (name, 0), {"beyond the vocabulary": 260, "far beyond": 2**40, "beyond int64": 2**70})
+    wrong |= _odd({**kept, "logits": [[0.5] * 260]}, ("logits", 0, 0), only=NO_NUMBERS)
+    wrong |= _named({**kept}, ("logits",), {
+        "a number": 3, "a text": "x", "an object": {"a": 1}, "ragged": [[1.0], [1.0, 2.0]], "empty": [[], []],
+        "of 3 tokens": [[1.0] * 3], "texts": [["x"] * 260], "nulls": [[None] * 260], "flat": [0.5] * 260,
+    })  # fmt: skip
+    wrong |= _named({}, ("kept",), {"an object": {"0": KEPT[0]}, "three layers": [*KEPT, KEPT[0]], "empty": [],
+                                    "three heads": [[*layer, [1]] for layer in KEPT],
+                                    "ragged": [KEPT[0], KEPT[1] * 2]})  # fmt: skip
+    wrong |= {"no kept": b'{"tokens": [1]}', "deep": b'{"kept": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+              "more logits than tokens": json.dumps({**kept, "logits": logits, "tokens": [3]}).encode()}  # fmt: skip
+    return wrong, _named(kept, ("kept", 0, 0), {"nothing": [], "in another order": [9, 1, 0]})
+
+
+def _header(shape: object, text: str = "") -> bytes:
+    """Return an .npy file of 64 zero bytes with a header of this shape, or of this text."""
+    text = text or str({"descr": "<i8", "fortran_order": False, "shape": shape})
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n" + bytes(64 * (shape != ""))
+
+
+def _zip(member: bytes) -> bytearray:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as made:
+        made.writestr("layer_0_head_0.npy", member)
+    return bytearray(stream.getvalue())
+
+
+def _bomb() -> bytes:
+    """Return 3.75 GiB of zeros in 4 MB: one compressed block as often as its size goes into that."""
+    packer = zlib.compressobj(1, wbits=-15)
+    packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
+    block = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)
+    first = packer.compress(_header((240 * 2**21,))[:-64]) + packer.flush(zlib.Z_FULL_FLUSH)
+    whole = _zip(first + block * 240 + packer.flush())
+    central = whole.index(b"PK\x01\x02")
+    for method, size in ((8, 22), (central + 10, central + 24)):
+        struct.pack_into("<H", whole, method, zipfile.ZIP_DEFLATED)
+        struct.pack_into("<I", whole, size, 240 * 2**24)
+    return bytes(whole)
+
+
+def _npz() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    plain, whole, locked = io.BytesIO(), npz(**ARRAYS), _zip(_header((8,)))
+    np.save(plain, np.arange(4))
+    locked[6] |= 1
+    locked[locked.index(b"PK\x01\x02") + 8] |= 1
+    middle = len(whole) // 2
+    heads = {
+        "objects": np.array([{}, 1], dtype=object), "fractions": [0.5, 1.0], "texts": ["a"], "two axes": [[1, 2]],
+        "a scalar": 3, "dates": np.array(["2020-01-01"], "datetime64[D]"), "negative": [-1], "true": [True],
+        "beyond int64": np.array([2**63 + 1], np.uint64),
+    }  # fmt: skip
+    more: dict[str, dict[str, object]] = {
+        "layer of 4,000 digits": {f"layer_{'9' * 4000}_head_0": [1]}, "layer 10^9": {"layer_1000000000_head_0": [1]},
+        "NaN logits": {"logits": np.full((1, 260), np.nan)}, "complex logits": {"logits": np.ones((1, 260), complex)},
+        "objects as logits": {"logits": np.array([[None] * 260], dtype=object)},
+        "fractions as tokens": {"tokens": [1.7], "logits": np.ones((1, 260))},
+        "tokens of two axes": {"tokens": [[1, 2]], "logits": np.ones((1, 260))},
+    }  # fmt: skip
+    members = {"a huge shape": _header((2**50,)), "a shape of -1": _header((-1,)), "an empty member": b"",
+        "text": b"no array",
+               "another layout": b"\x93NUMPY\x07\x00" + struct.pack("<H", 4) + b"{}\n ",
+               "code": _header("", "__import__('os').system('touch out')")}  # fmt: skip
+    return {
+        **{f"a head of {name}": npz(**{**ARRAYS, "layer_0_head_0": value}) for name, value in heads.items()},
+        **{name: npz(**ARRAYS, **value) for name, value in more.items()},
+        **{f"a member of {name}": bytes(_zip(member)) for name, member in members.items()},
+        "a pickle": pickle.dumps({"kept": KEPT}), "an .npy file": plain.getvalue(), "nothing": npz(), "a bomb": _bomb(),
+        "a layer is missing": npz(**{name: value for name, value in ARRAYS.items() if "layer_1" in name}),
+        "a head is missing": npz(**{name: value for name, value in ARRAYS.items() if name != "layer_0_head_0"}),
+        "another compression": bytes(_zip(_header((8,)))).replace(b"\x14" + bytes(5), b"\x14\0\0\0\x63\0"),
+        "encrypted": bytes(locked), "cut": whole[:-40],
+        "overwritten": whole[: middle - 20] + b"\xff" * 40 + whole[middle + 20 :],
+    }, {
+        "unsigned": npz(**{**ARRAYS, "layer_0_head_0": np.array([1, 2], np.uint8)}),
+        "ids": npz(**ARRAYS, token_ids=[1] * 12),
+    }  # fmt: skip
+
+
+def _sweep() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    laughs = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    wrong = {
+        "billions of laughs": laughs, "an unknown alias": "x: &a [24, 40]\nbudget: *b\n", "itself": "&a budget: *a\n",
+        "an object": "budget: !!python/object/apply:os.system ['touch out']\n",
+        "a key twice": "budget: 24\nbudget: 40\n",
+        "two documents": "budget: 24\n---\nbudget: 40\n", "a tab": "budget:\n\t- 24\n",
+        "a list as key": "? [budget]\n: 24\n",
+        "5,000 digits": f"budget: {DIGITS}\n", "samples of 5,000 digits": f"samples: {DIGITS}\n",
+        "a fraction of samples": "samples: 1.5\n", "an escape code as key": '"\\x1b[2J": 1\n',
+        "an escape code as policy": 'policy: "\\x1b]0;x\\x07"\n', "half a pair as policy": 'policy: "\\ud800"\n',
+        "markup as policy": "policy: '[/INST]'\n", "NaN": "alpha: .nan\n", "a deep list": f"policy: {'[' * 20_000}\n",
+        "a deep mapping": "budget: " + "{a: " * 20_000 + "\n", "a key of 100 kB": f"{'k' * 100_000}: 1\n",
+        "a date": "budget: 2020-01-01\n", "bytes": "policy: !!binary aGVsbG8=\n",
+    }  # fmt: skip
+    right = {
+        "one budget": "budget: 24\nwindow: 8\n", "quoted": 'budget: "24"\n"window": 8\n',
+        "braces": "{budget: [24], window: 8}\n",
+        "an alias": "budget: [&b 24]\nwindow: 8\n", "other letters": "# é 漢字 🙂\nbudget: 24\nwindow: 8\n",
+    }  # fmt: skip
+    return {name: text.encode() for name, text in wrong.items()}, {name: text.encode() for name, text in right.items()}
+
+
+def _benchmark() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    whole = json.loads(BENCH)
+    wrong = {"a row twice": _with(whole, ("rows",), json.dumps([*whole["rows"], whole["rows"][0]])),
+             "a format of the future": _with(whole, ("format",), "99")}  # fmt: skip
+    for path in (("rows",), ("rows", 0), ("machine",), ("settings",), ("rows", 0, "name"), ("rows", 0, "details")):
+        wrong |= _odd(whole, path, ("an empty list", "an object", *(("a text",) if path[-1] == "name" else ())))
+    fine = {"value": ("null", "a negative", "a fraction"), "bound": ("a negative", "a fraction"), "at_least": ("true",)}
+    for name, values in fine.items():
+        wrong |= _odd(whole, ("rows", 0, name), values)
+    for name in ("name", "value", "reason", "details"):
+        row = {key: value for key, value in whole["rows"][0].items() if key != name}
+        wrong[f"a row lacks {name}"] = _with(whole, ("rows",), json.dumps([row]))
+    right = {"no rows": _with(whole, ("rows",), "[]"), "1e-320": _with(whole, ("rows", 0, "value"), "1e-320")}
+    words = {what: WORDS[what] for what in FEW}
+    return wrong, right | _named(whole, ("machine", "device"), words) | _named(whole, ("rows", 0, "name"), words)
+
+
+def _code(right: bytes, name: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    text = "\\x1b[2J [/INST]\\n\\x07" * 40
+    first = {
+        "a syntax error": "def f(:", "an exit": "raise SystemExit(0)",
+        "an exit with words": "import sys; sys.exit('bye')",
+        "a quick exit": "exit()", "an odd message": f"raise ValueError('{text}')", "an error": "raise RuntimeError",
+        "an error without text": "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+        "a missing package": "import no_such_package_of_anybody", "recursion": "def f(): f()\nf()",
+        "memory": "x = bytearray(2**62)", "an assertion": "assert False", "half a pair": "raise ValueError('\\ud800')",
+        "StopIteration": "raise StopIteration", "GeneratorExit": "raise GeneratorExit",
+        "a BaseException": "class E(BaseException): pass\nraise E('x')",
+    }  # fmt: skip
+    wrong = {f"{what} first": f"{line}\n".encode() + right for what, line in first.items()}
+    wrong |= {"a number": f"{name} = 3\n".encode(), "a module": f"import sys as {name}\n".encode()}
+    return wrong, {"prints": b"print('hello')\n" + right, "other letters": "# é 漢字\n".encode() + right}
+
+
+DOCUMENTS = {
+    "head scores": _head_scores(), "positions in JSON": _positions(), "positions in npz": _npz(), "sweep": _sweep(),
+    "benchmark": _benchmark(), "policy": _code(SCORE_CODE, "Peak"), "eviction": _code(EVICTION_CODE, "evict"),
+}  # fmt: skip
+"""Reader -> documents that are refused, and documents that are read."""
+
+
+def _rows() -> dict[str, tuple[Any, bool]]:
+    """Return name -> the second line of a file, or all lines, and whether it is read."""
+    ids = {
+        "NUL": "a\0b",
+        "half a pair": "\ud800",
+        "the other half": "x\udfff",
+        "100 kB": "x" * 100_000,
+        "again": "first",
+    }
+    lists = {"numbers": [1], "mixed": ["a", None], "half a pair": ["\ude00"]}
+    prompt, question = {"prompt": TEXT}, {"context": TEXT, "input": "Who?"}
+    whole = ("a text", "a negative", "400 digits")
+    wrong: dict[str, Any] = {
+        **_odd({**prompt}, ("id",), whole), **_named(prompt, ("id",), ids),
+        **_odd({**question}, ("_id",), (*whole, "null")),
+        **_named(question, ("_id",), {k: v for k, v in ids.items() if k != "again"}),
+        **{name: line for row, field in (({"id": "a"}, "prompt"), (prompt, "answer_prefix"), (question, "context"),
+                (question, "input"))
+           for name, line in _odd({**row}, (field,), ("a text",)).items()},
+        **_odd({**prompt}, ("answers",), ("an empty list",)), **_named(prompt, ("answers",), lists),
+        **_named({**question, "dataset": "trec"}, ("all_classes",), {"a text": "a", "numbers": [1]}),
+        **_named({}, ("prompt",), {"half a pair": f"{TEXT}\ud83d", "empty": "", "white": " \n\t\u00a0"}),
+        "no prompt": '{"text": "x"}', "empty context and input": '{"context": "", "input": ""}',
+        "odd keys": json.dumps({"\x1b[2J": 1, "\ud800": 2, "[bold]": 3, "\u202e": 4}),
+        "trec without input": json.dumps({"context": TEXT, "dataset": "trec"}),
+        "a deep value": f'{{"prompt": "x", "more": {"[" * DEEP}{"]" * DEEP}}}',
+        "a deep object": '{"a":' * DEEP + "1" + "}" * DEEP,
+        "a value of 5,000 digits": _with({**prompt}, ("more",), DIGITS),
+        "control characters": b'{"prompt": "a\x01b"}', "raw NUL": b'{"prompt": "a\x00b"}', "no JSON": "prompt: x",
+        "two objects": '{"prompt": "x"} {"prompt": "y"}', "half a row": '{"prompt": "x',
+        "a prompt of 5 MB": json.dumps({"prompt": "word " * 1_000_000}), "10 MB of brackets": "[" * 10_000_000,
+        "10 MB without a prompt": json.dumps({"more": "word " * 2_000_000}),
+        "200,000 keys": json.dumps({f"key{number}": number for number in range(200_000)}),
+    }  # fmt: skip
+    right = {
+        "NaN beside": _with({**prompt}, ("more",), "NaN"),
+        "-Infinity beside": _with({**prompt}, ("more",), "[-Infinity]"),
+        "numbers as ids": tuple(json.dumps({"id": id_, "prompt": TEXT}) for id_ in (1, "2")),
+        "an id of 30 digits": _with({**prompt}, ("id",), "7" * 30),
+        "a key twice": f'{{"prompt": 3, "prompt": {json.dumps(TEXT)}}}',
+        "NUL in the prompt": json.dumps({"prompt": f"{TEXT}\0"}), "white around": f"  {json.dumps(prompt)}\t",
+        "blank lines": f"\n \t\n{json.dumps(prompt)}", "answers": json.dumps({**prompt, "answers": ["12"]}),
+        **_named(prompt, ("id",), {f"word: {what}": word for what, word in WORDS.items()}),
+    }  # fmt: skip
+    return {name: (line, False) for name, line in wrong.items()} | {name: (line, True) for name, line in right.items()}

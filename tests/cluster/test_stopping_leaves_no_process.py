@@ -19,6 +19,7 @@ from tests.support.alike import differing
 from tests.support.mischief import Mischief
 from tests.support.patience import patience
 
+pytestmark = pytest.mark.chaos
 SECONDS = 5.0
 _COMMAND = (sys.executable, "-c", "from perturbkv.cli.start import main; main()")
 

@@ -16,6 +16,7 @@ from perturbkv.storage.run.shards import beside
 from tests.store.test_growing_survives_kills import KilledError, killed_at, left_on_disk
 from tests.support.sharded import FEW, assert_same_trace, in_one_process, measure_shard
 
+pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).resolve().parents[2]
 COUNT, STEP = 2, 3
 """Shards, and how many operations on files lie between two kills."""

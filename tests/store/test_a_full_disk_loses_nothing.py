@@ -88,6 +88,7 @@ except OutputError as error:
 """
 
 
+@pytest.mark.chaos
 def test_a_write_that_the_system_refuses_ends_in_an_error_and_not_in_a_crash(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "t.h5")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -151,6 +151,7 @@ fill(opened(path, CONFIGS))
 """
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("point", "count", "kept"), [("rename", 2, 0), ("entry", 7, 2), ("hdf5", 40, 3)])
 def test_a_finished_trace_survives_a_real_kill_while_it_grows(
     tmp_path: Path, point: str, count: int, kept: int

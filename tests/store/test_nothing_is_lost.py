@@ -96,6 +96,7 @@ POINTS = [("entry", 5), ("fsync", 1), ("fsync", 4), ("rename", 3), ("rename", 6)
           ("discard", 2)]  # fmt: skip
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("point", "count"), POINTS, ids=[f"{point}-{count}" for point, count in POINTS])
 def test_a_killed_run_goes_on_to_the_same_trace(tmp_path: Path, uninterrupted: Trace, point: str, count: int) -> None:
     path = tmp_path / "killed.h5"
@@ -110,6 +111,7 @@ def test_a_killed_run_goes_on_to_the_same_trace(tmp_path: Path, uninterrupted: T
     assert before >= {"entry": 2, "fsync": 0, "rename": 1, "hdf5": 4, "discard": 4}[point]
 
 
+@pytest.mark.chaos
 def test_a_run_killed_from_outside_loses_at_most_the_sample_in_flight(tmp_path: Path, uninterrupted: Trace) -> None:
     path = tmp_path / "killed.h5"
     command = [sys.executable, "-c", SCRIPT, str(path), "sleep", "0"]
