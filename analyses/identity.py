@@ -15,8 +15,8 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
-from perturbkv.escaping import line
-from perturbkv.schema import MEASURED
+from perturbkv.escaping import escape_line
+from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
@@ -75,8 +75,8 @@ class RunIdentity:
 
     def about_read(self) -> str:
         """What held / full counts of configurations that evict nothing; empty where there are none."""
-        read = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
-        lined = dict.fromkeys(config.policy.name for config in self.configs if config.lined)
+        read = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
+        lined = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
         said = ((read, text.READ_NOTE), (lined, text.SPARSE_PREFILL_NOTE))
         return " ".join(f"{', '.join(names)}: {about}" for names, about in said if names)
 
@@ -95,7 +95,7 @@ class RunIdentity:
             f"{self.source} {self.trace or 'in memory'}",
             self.made_with,
         ]
-        return [" · ".join(map(line, filter(None, words))), self._shown(), *filter(None, [self.about_read()])]
+        return [" · ".join(map(escape_line, filter(None, words))), self._shown(), *filter(None, [self.about_read()])]
 
     def _shown(self) -> str:
         """What the configurations share, then what tells them apart: sides and settings where every pair is there."""
@@ -129,7 +129,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         scenario=trace.run.scenario,
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
         ended=int(trace.ok.sum()) - held,
-        measured=trace.attrs.get(MEASURED, ""),
+        measured=trace.attrs.get(MEASURED_LAYERS, ""),
         stored=_stored(trace, configs),
     )
 
@@ -149,7 +149,7 @@ def together(each: Sequence[RunIdentity]) -> RunIdentity:
 
 def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     told = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not told or not trace.ok.any() or all(config.evicts_alone for config in configs):
+    if not told or not trace.ok.any() or all(config.only_evicts for config in configs):
         return ()
     shares = byte_shares(trace, "identity")
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)
@@ -175,7 +175,7 @@ def of_run(run: RunConfig, made: Mapping[str, Any], samples: int, source: str, d
         scenario=run.scenario,
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         source=source,
-        measured=str(made.get(MEASURED, "")),
+        measured=str(made.get(MEASURED_LAYERS, "")),
     )
 
 

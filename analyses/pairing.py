@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.alpha_table import AlphaTable
-from perturbkv.configs.choice import FIRST, Choice, as_choice, halves, parse
+from perturbkv.configs.choice import UNNAMED, Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTED, CORRECTION_OPTIONS, PRECISION_OPTIONS, QUANTISE
@@ -101,7 +101,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 def _options(side: str) -> set[str]:
     """Options that a side names, which may then differ between the sides."""
-    return {name or "by" for part in halves(side) for name in parse(part).options}
+    return {name or "by" for part in split_policy_and_selection(side) for name in parse(part).options}
 
 
 def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
@@ -126,7 +126,7 @@ def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
 
 def _of_any_policy(side: str) -> bool:
     """Return whether a side is a selection alone."""
-    return len(halves(side)) == 1 and parse(side).name in SELECTIONS
+    return len(split_policy_and_selection(side)) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
@@ -155,7 +155,7 @@ def _held(run: RunConfig) -> str:
 
 def matches(config: EvictionConfig, side: str) -> bool:
     """Return whether a configuration is of a side: its names, and every option that the side gives."""
-    told = [parse(part) for part in halves(side)]
+    told = [parse(part) for part in split_policy_and_selection(side)]
     if len(told) == 1:
         return _fits(told[0], config.selection) or _fits(told[0], config.policy)
     return len(told) == 2 and _fits(told[0], config.policy) and _fits(told[1], config.selection)
@@ -171,7 +171,7 @@ def _has(held: Choice, name: str, value: Any) -> bool:
 
     Without a name `by`, or any where it has no by.
     """
-    if name == FIRST and "by" not in held.options:
+    if name == UNNAMED and "by" not in held.options:
         return any(_means(value, one) for one in held.options.values())
     name = name or "by"
     return name in held.options and _means(value, held.options[name])
@@ -278,20 +278,22 @@ def counted(number: int, word: str, many: str = "") -> str:
 
 def setting_name(config: EvictionConfig, *more: str) -> str:
     """What the sides of a comparison share: a configuration without policy and selection, and without `more`."""
-    return " ".join(word for choice, word in config.words().items() if choice not in (*SIDE, *more))
+    return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *more))
 
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
     """Return the choices that all configurations share, those of `without` left out."""
     shared = _shared(configs) - set(without)
-    said = {choice: word for one in configs for choice, word in one.words().items() if choice in shared}
+    said = {choice: word for one in configs for choice, word in one.label_parts().items() if choice in shared}
     return " ".join(said.values())
 
 
 def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
     """Of each configuration the choices that not all share, those of `without` left out."""
     known = {*_shared(configs), *without}
-    return [{choice: word for choice, word in config.words().items() if choice not in known} for config in configs]
+    return [
+        {choice: word for choice, word in config.label_parts().items() if choice not in known} for config in configs
+    ]
 
 
 def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
@@ -389,7 +391,7 @@ def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
     """Choices of which every configuration that has them says the same; of policies, blocks, bits, if all have them."""
     said: dict[str, list[str]] = {}
     for config in configs:
-        for choice, word in config.words(every=True).items():
+        for choice, word in config.label_parts(every=True).items():
             said.setdefault(choice, []).append(word)
     own = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
     own |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE], *CORRECTION_OPTIONS[CORRECTED]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from perturbkv.configs.choice import split
+from perturbkv.configs.choice import split_outside_brackets
 from perturbkv.configs.option import check_number
 from perturbkv.errors import ConfigError, UnknownNameError
 
@@ -46,7 +46,7 @@ def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 def parse_compare(text: str) -> list[str]:
     """Return the names of `attention,two-stage`, the baseline first. Raises ConfigError for fewer than two."""
-    names = [name.strip() for name in split(text, ",") if name.strip()]
+    names = [name.strip() for name in split_outside_brackets(text, ",") if name.strip()]
     if len(names) < 2:
         msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
         raise ConfigError(msg)
@@ -57,12 +57,16 @@ def parse_names(option: str, texts: Sequence[str] | None) -> list[str] | None:
     """Return names given one by one or with commas, None where none was. Raises ConfigError for one twice."""
     if texts is None:
         return None
-    return list(check_distinct(option, [name.strip() for text in texts for name in split(text, ",") if name.strip()]))
+    return list(
+        check_distinct(
+            option, [name.strip() for text in texts for name in split_outside_brackets(text, ",") if name.strip()]
+        )
+    )
 
 
 def parse_methods(text: str) -> list[str]:
     """Return the names of `adakv:two-stage,snapkv`. Raises ConfigError for none, or one twice."""
-    names = [name.strip() for name in split(text, ",") if name.strip()]
+    names = [name.strip() for name in split_outside_brackets(text, ",") if name.strip()]
     if not names:
         msg = f"--compare takes methods such as {METHODS.partition(',')[0]}, got none"
         raise ConfigError(msg)

@@ -301,7 +301,11 @@ class RunOptions(DataOptions):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)
         made = every({**self.choices(), "selection": selections}, self.cache)
-        if "selection" in self.typed and all(one.given for one in made) and not any(map(names_policy, selections)):
+        if (
+            "selection" in self.typed
+            and all(one.is_external for one in made)
+            and not any(map(names_policy, selections))
+        ):
             msg = f"--selection has no effect here: {made[0].policy.name} keeps what it keeps; leave it out"
             raise ConfigError(msg)
         return made

@@ -22,10 +22,10 @@ from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.run_time import with_time_notes
-from perturbkv.configs.choice import split
+from perturbkv.configs.choice import split_outside_brackets
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, InterruptedRunError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 if TYPE_CHECKING:
     from perturbkv.configs.run import Shard
@@ -119,7 +119,9 @@ def slug(name: str) -> str:
 def each_dataset(run: RunOptions) -> list[RunOptions]:
     """Return the run of each data set. Raises ConfigError for none, and for one that is there twice."""
     whole = Path(run.dataset).is_file()
-    names = [run.dataset] if whole else [name.strip() for name in split(run.dataset, ",") if name.strip()]
+    names = (
+        [run.dataset] if whole else [name.strip() for name in split_outside_brackets(run.dataset, ",") if name.strip()]
+    )
     if not names:
         msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
         raise ConfigError(msg)
@@ -190,7 +192,7 @@ def measure(
     what = "samples" if folder is None else f"{planned.run.dataset}: samples"
     chosen = choosing.engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
     try:
-        with chosen as measuring, console.progress(line(what), beside=measuring.alive) as bar:
+        with chosen as measuring, console.progress(escape_line(what), beside=measuring.alive) as bar:
             return run_shard(options, planned, measuring, path, with_time_notes(bar.at, planned))
     except InterruptedRunError as error:
         again = folder or (path if path == options.output else path.parent)

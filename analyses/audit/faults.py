@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, record
-from perturbkv.audit_trace import SITUATIONS, Audited, Decoded, Entries
+from perturbkv.audit_trace import SITUATIONS, AuditRun, CacheEntries, DecodeDistances
 
 FLOORS = 4
 """More noise floors than this are a difference (METHOD: Audit)."""
@@ -49,7 +49,7 @@ def floors_text(floors: float) -> str:
     return f"{floors:,.1f}" if floors < 100 else f"{floors:,.0f}"
 
 
-def fault_of_run(run: Audited) -> Fault | None:
+def fault_of_run(run: AuditRun) -> Fault | None:
     """Return the first difference of a run; None where there is none."""
     entries = None if run.entries is None else _entry_difference(run.entries)
     decoded = None if run.decoded is None else _decoding_difference(run.decoded)
@@ -64,12 +64,12 @@ Difference = tuple[int, int, int, str]
 """Layer, head, step, what."""
 
 
-def _entry_difference(entries: Entries) -> Difference | None:
+def _entry_difference(entries: CacheEntries) -> Difference | None:
     """Return the first layer whose entries are not the full cache's, with its first head."""
     return min(_entry_differences(entries), key=lambda one: one[:2], default=None)
 
 
-def _entry_differences(entries: Entries) -> Iterator[Difference]:
+def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
     for layer in entries.repeated:
         yield layer, 0, 0, f"every entry is cached {_times(entries)}, once per query head (repeat_kv before caching)"
     yield from _cells(entries.padded, "{} of padding attended to")
@@ -87,7 +87,7 @@ def _cells(counts: NDArray[np.int64], words: str) -> Iterator[Difference]:
         yield int(layer), int(head), 0, words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
 
 
-def _times(entries: Entries) -> str:
+def _times(entries: CacheEntries) -> str:
     """Return how often an entry is cached: query heads over sets that differ within the first repeated layer."""
     sets = entries.kept[entries.repeated[0]]
     group = 1
@@ -96,7 +96,7 @@ def _times(entries: Entries) -> str:
     return f"{group} times"
 
 
-def _decoding_difference(decoded: Decoded) -> Difference | None:
+def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
     """Return the first step, layer and head where decoding is not the reference's."""
     units = head_floors(decoded)
     far = np.argwhere(units > FLOORS)
@@ -111,7 +111,7 @@ def _decoding_difference(decoded: Decoded) -> Difference | None:
     return (-1, -1, int(logits[0, 0]), "the logits differ from the reference's") if len(logits) else None
 
 
-def _cause(decoded: Decoded, step: int) -> str:
+def _cause(decoded: DecodeDistances, step: int) -> str:
     """Return why decoding differs, where its positions or its masks say so."""
     behind = float(decoded.behind[step])
     if behind:
@@ -131,27 +131,27 @@ def _displaced(behind: float) -> str:
     return f"new tokens stand {count:,.0f} {'position' if count == 1 else 'positions'} too {side}"
 
 
-def head_floors(decoded: Decoded) -> NDArray[np.float64]:
+def head_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
     """Return (step, layer, head) noise floors of head outputs."""
     return np.asarray(decoded.head / decoded.head_floor[:, None])
 
 
-def layer_floors(decoded: Decoded) -> NDArray[np.float64]:
+def layer_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
     """Return (step, layer) noise floors of a layer: of its worst head, or of the residual stream after it."""
     return np.asarray(np.fmax(head_floors(decoded).max(axis=-1), decoded.hidden / decoded.hidden_floor))
 
 
-def logit_floors(decoded: Decoded) -> NDArray[np.float64]:
+def logit_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
     """Return (step,) noise floors of the logits."""
     return np.asarray(decoded.logits / decoded.logits_floor)
 
 
-def worst_floors(decoded: Decoded) -> float:
+def worst_floors(decoded: DecodeDistances) -> float:
     """Return the most noise floors of everything that was compared."""
     return float(np.nanmax(np.concatenate([layer_floors(decoded).ravel(), logit_floors(decoded)])))
 
 
-def _floors_at(decoded: Decoded | None, layer: int, step: int) -> float:
+def _floors_at(decoded: DecodeDistances | None, layer: int, step: int) -> float:
     if decoded is None or step >= len(decoded.logits):
         return nan
     return float(logit_floors(decoded)[step] if layer < 0 else layer_floors(decoded)[step, layer])

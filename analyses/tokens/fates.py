@@ -13,7 +13,7 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT
-from perturbkv.storage.trace.texts import pieces_of
+from perturbkv.storage.trace.texts import token_texts
 from perturbkv.trace import SampleTrace, Trace
 
 
@@ -87,7 +87,7 @@ def _read(trace: Trace, sample: SampleTrace) -> PromptText:
         sample=sample.sample_id,
         index=trace.sample_ids.index(sample.sample_id),
         tokens=tuple(np.asarray(sample.arrays["prompt_token"]).tolist()),
-        pieces=tuple(pieces_of(sample)),
+        pieces=tuple(token_texts(sample)),
         compressed=int(sample.arrays["prompt_tokens"]),
         cut_tokens=int(sample.arrays["cut_tokens"]),
     )

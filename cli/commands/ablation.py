@@ -12,7 +12,7 @@ from perturbkv.cli import console
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
-from perturbkv.configs.choice import Choice, as_choice, halves, parse, split
+from perturbkv.configs.choice import Choice, as_choice, parse, split_outside_brackets, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import EVICT_NOTHING
 from perturbkv.errors import ConfigError
@@ -49,7 +49,7 @@ def _rank(
     ] = None,
 ) -> Analysis:
     """Rank whole methods against snapkv, and against random entries with the same protection."""
-    names = [name.strip() for name in split(methods or "", ",") if name.strip()]
+    names = [name.strip() for name in split_outside_brackets(methods or "", ",") if name.strip()]
     if not names:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
         raise ConfigError(msg)
@@ -119,7 +119,7 @@ def _with_selection(method: str) -> str:
     """Return a policy with its own selection: that of its score, or its positions, alone."""
     from perturbkv.selection.policies import registry
 
-    if len(halves(method)) > 1:
+    if len(split_policy_and_selection(method)) > 1:
         return method
     return f"{method}:{registry.info(parse(method).name).selections[0]}"
 

@@ -305,7 +305,7 @@ def _equal_bytes_configs(
     """Return every method, budget and number of bits; then everything in few bits, which no method chooses."""
     if files is None:
         return ()
-    d_head = Shape.of(files.config, 2, 0).d_head
+    d_head = Shape.from_config(files.config, 2, 0).d_head
     asked = dataclasses.replace(run, granularity=run.granularity or ["kv"])
     filling = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
     alone = dataclasses.replace(asked, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])

@@ -18,7 +18,7 @@ from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planned_run import encode_prompts
 from perturbkv.errors import ConfigError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.models.aliases import DEFAULT
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _split(first: int, end: int, places: Sequence[int]) -> list[tuple[int, int]]
 
 def show_prompt(document: Mapping[str, Any]) -> None:
     """One prompt: its numbers, then its text with its marks."""
-    console.say(f"\nsample {line(document['sample'])}", bold=True)
+    console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
         ("tokens", f"{document['tokens']:,}"),
@@ -242,6 +242,6 @@ def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
         console.print_json({**about, "dataset_options": encoded.options, "samples": found})
         return
     template = "chat template" if encoded.chat_template else "no chat template"
-    console.say(line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
+    console.say(escape_line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
     for document in found:
         show_prompt(document)

@@ -18,7 +18,7 @@ from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
 from perturbkv.cli.session import say_failures
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def export(
     """
     from perturbkv.storage.trace.export import (
         SUFFIXES,
-        check_other,
+        check_not_source,
         check_suffix,
         columns,
         tokens_path,
@@ -54,14 +54,14 @@ def export(
     for path in paths:
         check_suffix(path)
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-        check_other(trace, path)
+        check_not_source(trace, path)
     finished = read_trace(trace)
-    beside = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
-    for path in beside:
+    token_tables = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
+    for path in token_tables:
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
         counts = {str(path): write(finished, path, bar.one_more) for path in paths}
-        counts |= {str(path): write_tokens(finished, path) for path in beside}
+        counts |= {str(path): write_tokens(finished, path) for path in token_tables}
     if as_json:
         console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
     else:
@@ -85,9 +85,9 @@ def merge(
 
     A missing shard is named, with the command that measures it. Killed at any moment, the same command goes on.
     """
-    from perturbkv.storage.run.joining import join
+    from perturbkv.storage.run.shard_merging import merge_shards
 
-    joined = {path: join(path, overwrite=overwrite, wait=wait) for path in _traces(output)}
+    joined = {path: merge_shards(path, overwrite=overwrite, wait=wait) for path in _traces(output)}
     if as_json:
         console.print_json({"merged": [{**describe(path), "shards": count} for path, count in joined.items()]})
     failed = [report_run(path, as_json) for path in joined]
@@ -97,7 +97,7 @@ def merge(
 
 def _traces(output: Path) -> list[Path]:
     """The trace that an --output names, or those of its data sets. Raises TraceError where there is none."""
-    from perturbkv.storage.run.shards import beside
+    from perturbkv.storage.run.shards import find_shards
 
     if output.suffix in HDF5:
         return [output]
@@ -106,8 +106,8 @@ def _traces(output: Path) -> list[Path]:
         msg = f"expected a trace, got its shard {named[2]}/{named[3]}; perturbkv merge {trace} joins all of them"
         raise TraceError(msg)
     own = output / "trace.h5"
-    each = [] if own.exists() or beside(own) else [folder / own.name for folder in sorted(output.glob("*/"))]
-    found = [path for path in [own, *each] if path.exists() or beside(path)]
+    each = [] if own.exists() or find_shards(own) else [folder / own.name for folder in sorted(output.glob("*/"))]
+    found = [path for path in [own, *each] if path.exists() or find_shards(path)]
     if not found:
         msg = (
             f"expected a trace or shards of one in {output}, got neither; make some with --shard and --output {output}"
@@ -135,19 +135,19 @@ def report(
     configurations in it and see which heads they change, which words of a prompt they keep, and what that costs.
     """
     from perturbkv.reporting.report import report as make
-    from perturbkv.storage.trace.export import check_other
+    from perturbkv.storage.trace.export import check_not_source
     from perturbkv.storage.trace.trace_file import read_trace
 
     path = output or traces[0].parent / "report.html"
     for trace in traces:
-        check_other(trace, path)
+        check_not_source(trace, path)
     if path.suffix.lower() not in ("", ".html", ".htm"):
         msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
         raise ConfigError(msg)
     finished = [read_trace(trace) for trace in traces]
-    with new_file(path, overwrite) as beside:
+    with new_file(path, overwrite) as temporary:
         made = make(finished, full=full)
-        beside.write_bytes(made.html.encode())
+        temporary.write_bytes(made.html.encode())
     about = {"traces": [{"trace": one.source, "trace_digest": one.digest} for one in finished]}
     if as_json:
         sizes = {"bytes": made.bytes, "samples": made.samples, "configurations": made.configs}
@@ -180,23 +180,23 @@ def describe_trace(
         *_answers(description),
         ("kept positions", _held(description, description.with_kept)),
         *_caches(description.caches),
-        *((line(name), line(value)) for name, value in sorted(description.attrs.items())),
+        *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
     ]
     console.table(str(trace), ["", ""], about)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
         (
-            line(name),
-            " ".join(map(line, variable.dims)),
+            escape_line(name),
+            " ".join(map(escape_line, variable.dims)),
             "×".join(map(str, variable.shape)),
-            line(variable.units),
+            escape_line(variable.units),
             f"{variable.nbytes:,}",
         )
         for name, variable in description.variables.items()
     ]
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
-        console.say(line(f"failed: {reason}"))
+        console.say(escape_line(f"failed: {reason}"))
 
 
 def _answers(description: Description) -> list[tuple[str, str]]:

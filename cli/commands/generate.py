@@ -23,10 +23,10 @@ from perturbkv.cli.session import say_failures
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage import json_lines
 from perturbkv.storage.answers_file import FILE, is_row
-from perturbkv.storage.output import Lock, OutputFolder, refusals, resumable
+from perturbkv.storage.output import Lock, OutputFolder, resumable, translate_os_errors
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _SHOWN = 400
 
 def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """One sample: what was expected, every answer, and how far each compression moved the attention output."""
-    console.say(f"\n{line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
+    console.say(f"\n{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
     names = dict(zip(row["evicted"], short_names(configs), strict=True))
     rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []
@@ -157,7 +157,7 @@ def _answered(
     about = provenance_object(provenance(planned))
     begun, rows = _open(path, header, about, run.overwrite)
     try:
-        with refusals(path):
+        with translate_os_errors(path):
             _generate(run, planned, path, rows, header, failed, lock)
             return _in_order(planned, path, begun, rows)
     except KeyboardInterrupt:
@@ -180,7 +180,7 @@ def _show(
         show(row, configs)
     held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
     console.say(text.cache_share_note(held, compress_every))
-    if names := dict.fromkeys(config.policy.name for config in configs if config.reads):
+    if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):
         console.say(f"{', '.join(names)}: {text.READ_NOTE}")
     console.say(f"written to {path}, every answer whole")
 
@@ -194,8 +194,8 @@ def _open(
     """
     there = os.path.lexists(path) and not overwrite
     first, *others = _KIND.read_text(path).split("\n") if there else [""]
-    begun = json_lines.of_line(first)
-    rows = [row for row in map(json_lines.of_line, others) if row is not None]
+    begun = json_lines.parse_line(first)
+    rows = [row for row in map(json_lines.parse_line, others) if row is not None]
     if there and (begun is None or _asked(begun) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
@@ -232,7 +232,7 @@ def _generate(
     from perturbkv.pipeline.answers.answered import Answered
     from perturbkv.pipeline.answers.generation import AnswerOptions
 
-    names = {line["sample"] for line in rows}
+    names = {row["sample"] for row in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
         return

@@ -30,9 +30,9 @@ from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
 from perturbkv.pipeline.run.searching import Searches
 from perturbkv.pipeline.variants.mixtures import Measuring, Told, rows_of, shape_of
-from perturbkv.storage.json_lines import sample_lines
-from perturbkv.storage.output import Lock, refusals
-from perturbkv.storage.patching_file import SwapStore
+from perturbkv.storage.json_lines import open_sample_lines
+from perturbkv.storage.output import Lock, translate_os_errors
+from perturbkv.storage.patching_file import PatchingStore
 
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.patching.patching import Patching
@@ -112,7 +112,7 @@ def game_of(ready: Plan, asked: PatchingConfig) -> Game:
         raise ConfigError(msg)
     granularity = ready.run.configs[0].granularity.name
     heads = shape.heads if granularity == "query" else shape.kv_heads
-    game = Game.of(asked, layer_types.measured_layers(config), heads, granularity)
+    game = Game.from_config(asked, layer_types.measured_layers(config), heads, granularity)
     greedy_count(asked, len(game.players), len(ready.prompts))
     return game
 
@@ -127,7 +127,7 @@ def cost(ready: Plan, asked: PatchingConfig, game: Game) -> dict[str, int]:
     of_shapley = len(coalition.needed(players, orders))
     count = greedy_count(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
-    named = 2 + len(game.named) - 1
+    named = 2 + len(game.mixtures) - 1
     rows = min(rows_of(prompt, ready.resolved, shape_of(ready), ready.resources) for prompt in ready.prompts)
     total = named + of_shapley + of_greedy
     return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
@@ -147,12 +147,12 @@ def run_patching(
     """
     game = game_of(ready, asked)
     if path is None:
-        return _answered(Measuring(ready, game, SwapStore(ready.run, game.kept_heads), told), asked)
-    with Lock(path, wait), refusals(path):
+        return _answered(Measuring(ready, game, PatchingStore(ready.run, game.kept_heads), told), asked)
+    with Lock(path, wait), translate_os_errors(path):
         from perturbkv.analyses.json_values import provenance_object
 
         about = provenance_object(provenance(ready))
-        store = SwapStore(ready.run, game.kept_heads, path, overwrite, about)
+        store = PatchingStore(ready.run, game.kept_heads, path, overwrite, about)
         try:
             return _answered(Measuring(ready, game, store, told), asked)
         except KeyboardInterrupt:
@@ -276,6 +276,6 @@ def searched(
     from perturbkv.analyses.questions.regret.regret import regret_of
 
     told = {"run": json.loads(ready.run.to_json()), "searches": asdict(asked)}
-    with sample_lines(path, told, overwrite, wait) as lines:
+    with open_sample_lines(path, told, overwrite, wait) as lines:
         rows = searching.search_samples(ready, asked, lines, finished)
     return regret_of(FoundSets(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))

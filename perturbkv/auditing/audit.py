@@ -11,7 +11,7 @@ import transformers
 
 import perturbkv
 from perturbkv import memory
-from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, PlainUse
+from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.external_run import plain_use, run
@@ -19,7 +19,7 @@ from perturbkv.auditing.positions_file import KeptFile, prompt_of
 from perturbkv.auditing.positions_file import audited as of_file
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
-from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableError
+from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 
 POSITIONS = "positions file"
@@ -55,7 +55,7 @@ class Settings:
 
 
 @torch.inference_mode()
-@memory.told()
+@memory.translate_allocation_errors()
 def audit(
     adapter: Adapter,
     prompts: Sequence[Prompt],
@@ -85,7 +85,7 @@ def audit(
             runs += _prompt(adapter, prompt, eviction, settings)
             progress()
         found = dataclasses.replace(blank, runs=tuple(runs), plain=_plain(adapter, used[0], eviction))
-    except UnreadableError as error:
+    except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
     return _with_losses(found, adapter, used, resources) if settings.losses else found
 
@@ -114,7 +114,7 @@ def _about(adapter: Adapter, about: Mapping[str, str], samples: int) -> dict[str
     }
 
 
-def _prompt(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings) -> list[Audited]:
+def _prompt(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings) -> list[AuditRun]:
     """Measure all situations of one prompt; a file of positions has only the first."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
@@ -135,7 +135,7 @@ def _plain(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> P
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     try:
         return plain_use(adapter, eviction, situations.situation("single", ids, ids[-1:], 1))
-    except UnreadableError:
+    except UnreadableCacheError:
         raise
     except Exception:  # what reading raises, the runs say
         return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.audit_trace import Audited, Decoded, PlainUse
+from perturbkv.audit_trace import AuditRun, DecodeDistances, PlainUse
 from perturbkv.auditing import kept_entries
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.kept_entries import FLOORS, Judge, Reading, per_heads, repeated
@@ -36,7 +36,7 @@ from perturbkv.auditing.reference import (
 )
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers, layer_tensors, recover, rows
-from perturbkv.errors import UnreadableError
+from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.presses import left_as_it_was
@@ -67,14 +67,14 @@ class ForeignRun:
     failed: str = ""
     refused: str = ""
 
-    def audited(self, sample: str) -> list[Audited]:
+    def audited(self, sample: str) -> list[AuditRun]:
         """Return one document per row."""
         judged = bool(self.reading.masks)
         found = floors(self.adapter, self.full, self.situation) if judged else None
         reference = list(decode(self.adapter, self.full, self._completed(), self.reading.masks)) if judged else []
         lengths = tuple(len(chunk) for chunk in self.situation.chunks)
         return [
-            Audited(
+            AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.seen)],
                 entries=None if found is None else Judge(self.reading, row, self.entry_floors).entries(),
@@ -92,7 +92,7 @@ class ForeignRun:
             self.situation.counts_padding,
         )  # fmt: skip
 
-    def _decoded(self, row: int, reference: Sequence[Seen], found: Floors) -> Decoded:
+    def _decoded(self, row: int, reference: Sequence[Seen], found: Floors) -> DecodeDistances:
         layers = len(self.full)
         apart = [compare(one, other, row, layers) for one, other in zip(self.seen, reference, strict=True)]
         agrees = [
@@ -100,7 +100,7 @@ class ForeignRun:
             for one, other in zip(self.seen, reference, strict=True)
         ]
         behind = [self._position_lag(one, other, row) for one, other in zip(self.seen, reference, strict=True)]
-        return Decoded(
+        return DecodeDistances(
             head=_stacked(apart, "head"), head_floor=_array(found.head), hidden=_stacked(apart, "hidden"),
             hidden_floor=_array(found.hidden), logits=_stacked(apart, "logits"), logits_floor=float(found.logits),
             agrees=np.array(agrees), behind=np.array(behind), sees_later=any(map(sees_later, self.seen)),
@@ -128,8 +128,8 @@ def run(
 ) -> ForeignRun:
     """Run the eviction in a situation and record its exceptions.
 
-    `full` are the plain model's entries, where they were read already. Raises UnreadableError where the cache does not
-    show its entries.
+    `full` are the plain model's entries, where they were read already. Raises UnreadableCacheError where the cache does
+    not show its entries.
     """
     whole = read(adapter, situation) if full is None else full
     made = ForeignRun(adapter, situation, whole, Reading(adapter, situation, whole), entry_floors)
@@ -143,7 +143,7 @@ def _read_and_decode(made: ForeignRun, eviction: Eviction) -> None:
     situation = made.situation
     try:
         cache = eviction.read(made.adapter.model, situation.ids, situation.attention_mask)
-    except UnreadableError:
+    except UnreadableCacheError:
         raise
     except NotImplementedError as error:
         made.refused = _message(error)
@@ -171,7 +171,7 @@ def _key_distance(cache: Cache, full: Layers) -> float:
     try:
         theirs = layer_tensors(cache)[0]
         (found,) = recover([theirs], [repeated(full[0], theirs[0].shape[1])], row=len(full[0][0]) - 1)
-    except UnreadableError:
+    except UnreadableCacheError:
         return 0.0
     return float(torch.cat(found.key_distance).sum())
 
@@ -196,7 +196,7 @@ def _record(made: ForeignRun, seen: Seen, cache: Cache) -> None:
     """Record a forward pass; its attended entries, as large as the cache, are read at once and freed."""
     if not seen.whole(len(made.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
-        raise UnreadableError(msg)
+        raise UnreadableCacheError(msg)
     made.reading.take(seen)
     seen.forget_entries()
     made.seen.append(seen)
@@ -214,7 +214,7 @@ def _logits(made: ForeignRun, eviction: Eviction, cache: Cache, chunk: int, ids:
 
 
 def _check_shown(cache: Cache, made: ForeignRun) -> None:
-    """Raise UnreadableError for layers that contradict the cache's own statement, or hold more than the full cache.
+    """Raise UnreadableCacheError for layers that contradict the cache's report, or are longer than the full cache.
 
     A cache that shows no keys itself may still hand them to the attention.
     """

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import Entries, Integers
+from perturbkv.audit_trace import CacheEntries, Integers
 from perturbkv.auditing.reference import EntryFloors, Seen, visible
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
-from perturbkv.errors import UnreadableError
+from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 
@@ -50,7 +50,7 @@ class Reading:
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def take(self, seen: Seen) -> None:
-        """Read the entries that one forward pass attended to. Raises UnreadableError."""
+        """Read the entries that one forward pass attended to. Raises UnreadableCacheError."""
         layers = range(len(self.full))
         theirs = [seen.before(layer) for layer in layers]
         shown = [_shown(seen, layer) for layer in layers]
@@ -77,7 +77,7 @@ class Reading:
         """Match every entry with the prompt's and those decoded since."""
         if len(heads := {keys.shape[1] for keys, _ in theirs}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
-            raise UnreadableError(msg)
+            raise UnreadableCacheError(msg)
         whole = self._all_entries(theirs)
         rows = [recover(theirs, whole, row) for row in range(self.situation.rows)]
         masks, looked = [], []
@@ -281,10 +281,10 @@ class Judge:
         self.found, self.attended = reading.first[row], reading.attended[row]
         self.padding = reading.situation.padding[row]
 
-    def entries(self) -> Entries:
+    def entries(self) -> CacheEntries:
         """Return everything that METHOD's points 1 and 2 ask for."""
         layers = range(len(self.found))
-        return Entries(
+        return CacheEntries(
             kept=tuple(tuple(self._sets(layer, self._kept)) for layer in layers),
             padded=self._numbers(lambda layer: self._sets(layer, self._padding_count)),
             strangers=self._numbers(lambda layer: self._sets(layer, _unknown_count)),

@@ -38,9 +38,9 @@ from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_t
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.joining import ShardWriter
 from perturbkv.storage.run.journal import Journal, journal_path
-from perturbkv.storage.run.shards import ShardRecord, beside
+from perturbkv.storage.run.shard_merging import ShardWriter
+from perturbkv.storage.run.shards import ShardRecord, find_shards
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -196,8 +196,8 @@ def speed_up(
         engines = [Clocked(crew, run, task) for crew, run in zip(made, runs.values(), strict=True)]
         for _ in range(repeats):
             for clocked, run in zip(engines, runs.values(), strict=True):
-                with tempfile.TemporaryDirectory(dir=folder) as beside:
-                    run_to_file(run, clocked, Path(beside) / "trace.h5")
+                with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                    run_to_file(run, clocked, Path(temporary) / "trace.h5")
     one, all_ = engines
     return {
         "one": [turn["passed"] for turn in one.spent], "all": [turn["passed"] for turn in all_.spent],
@@ -214,10 +214,10 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
     run, found = demo_plan(model, samples), Result()
 
     def work() -> None:
-        with crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as beside:
+        with crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as temporary:
             clocked = Clocked(crew, run, Sleeping(0, kept_sample(folder)))
             clocked.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
-            found["finishing"] = _into_file(run, clocked, Path(beside) / "trace.h5")
+            found["finishing"] = _into_file(run, clocked, Path(temporary) / "trace.h5")
             found.update(zip(("handing", "writing"), clocked.spent, strict=True), ready=clocked.ready)
 
     _, found["peak"] = peak(work, _CPU)
@@ -274,7 +274,7 @@ def _time_single_file(run: Plan, place: Path) -> float:
     path = place / "once.h5"
     journal = Journal(journal_path(path))
     journal.begin(run.run)
-    for shard in beside(place / "merged.h5"):
+    for shard in find_shards(place / "merged.h5"):
         for entry in shard.journal.folder.glob("*.npz"):
             os.link(entry, journal.folder / entry.name)
     writer = TraceWriter(path, run.run, run.prompts.ids, {})

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from perturbkv.storage.run.joining import join
+from perturbkv.storage.run.shard_merging import merge_shards
 
 
 def process_bytes(field: str) -> int:
@@ -33,7 +33,7 @@ def forget_peak() -> None:
 def main(path: Path) -> None:
     """Merge the shards beside a trace's path."""
     start = time.perf_counter()
-    join(path)
+    merge_shards(path)
     told = {"seconds": time.perf_counter() - start, "peak": process_bytes("VmHWM")}
     sys.stdout.write(json.dumps(told) + "\n")
 

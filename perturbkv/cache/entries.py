@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from perturbkv.configs.layer_types import FULL, is_mixed
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.errors import ModelError
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -157,12 +157,12 @@ def keep(
     for group in found:
         rows = [row for row, place in enumerate(group.places) if place in batch]
         if rows:
-            chosen = slice(None) if len(rows) == len(group.places) else on_device(rows, key.device)
+            chosen = slice(None) if len(rows) == len(group.places) else to_device(rows, key.device)
             masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
             order += [group.places[row] for row in rows]
     kept = torch.cat(masks)
     segment, position = _nonzero(kept, sum(sum(lengths[place]) for place in order))
-    starts = on_device([start for place in order for start in _starts(len(lengths[place]), *key.shape[:2])], key.device)
+    starts = to_device([start for place in order for start in _starts(len(lengths[place]), *key.shape[:2])], key.device)
     pieces = torch.split(starts[segment] + position, [sum(lengths[place]) for place in order])
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     entries = {

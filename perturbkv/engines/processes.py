@@ -186,7 +186,9 @@ def cores() -> int:
 def needed_bytes(planned: Plan) -> int:
     """Return the bytes of one worker: weights and caches."""
     placement = planned.placement
-    shape = Shape.of(planned.files.config, placement.dtype.itemsize, planned.files.weights_bytes(placement.dtype))
+    shape = Shape.from_config(
+        planned.files.config, placement.dtype.itemsize, planned.files.weights_bytes(placement.dtype)
+    )
     return shape.weights_bytes + planned.caches_bytes()
 
 

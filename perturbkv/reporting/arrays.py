@@ -16,7 +16,7 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import POSITIVE, over_prompts, share_of
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, by_step, mean_of
 from perturbkv.reporting.page_blocks import Blocks, four_a_byte, log_scale
 from perturbkv.reporting.sides import (
@@ -37,7 +37,13 @@ def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """Return each configuration's label, side, budget, and its cache's share of entries and bytes, NaN if unknown."""
     held, size = held_shares(trace, ANALYSIS), _bytes(trace)
     return [
-        {"label": line(config.label()), "side": side, "budget": budget, "held": float(entries), "bytes": float(share)}
+        {
+            "label": escape_line(config.label()),
+            "side": side,
+            "budget": budget,
+            "held": float(entries),
+            "bytes": float(share),
+        }
         for config, side, budget, entries, share in zip(
             trace.run.configs, sides.side, sides.budget, held, size, strict=True
         )

@@ -20,7 +20,7 @@ from perturbkv.analyses.measurements import at_step, measured_steps, values
 from perturbkv.analyses.stats.intervals import LEAST, median_level
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.reporting import arrays
 from perturbkv.reporting.arrays import Measured, put_arrays, put_samples, put_steps
 from perturbkv.reporting.facts import answers, facts, lacking, title_of, warnings
@@ -91,7 +91,7 @@ def _attempt(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
     try:
         return found()
     except TraceError as error:
-        lacks[part] = line(str(error))
+        lacks[part] = escape_line(str(error))
         return None
 
 
@@ -101,15 +101,15 @@ def _about(trace: Trace) -> dict[str, Any]:
     names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
-        "model": line(trace.run.model),
-        "dataset": line(trace.run.dataset),
+        "model": escape_line(trace.run.model),
+        "dataset": escape_line(trace.run.dataset),
         "random_weights": trace.run.random_weights,
         "digest": trace.digest,
         "samples": [
             {"id": name, "tokens": int(count), "steps": int(most)}
             for name, count, most in zip(names, tokens, steps, strict=True)
         ],
-        "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
+        "failed": [{"id": escape_line(name), "reason": escape_line(why)} for name, why in trace.failures.items()],
         "interval": "none" if len(names) < 2 else "range" if len(names) < LEAST else "interval",
         "median_level": median_level(len(names)) if len(names) >= LEAST else None,
         "steps": int(steps.max()),
@@ -125,7 +125,7 @@ def _bytes(part: object) -> int:
 
 def _names(ids: Sequence[str]) -> tuple[str, ...]:
     """Return distinct display names of samples; none is empty, which means all samples."""
-    return numbered([line(name) if name.strip() else "(no id)" for name in ids])
+    return numbered([escape_line(name) if name.strip() else "(no id)" for name in ids])
 
 
 def _measures(made: Measured) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def name_of(trace: Trace) -> str:
     if not trace.source:
         return "in memory"
     path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep the names that they were given by
-    return line(f"{path.parent.name}/{path.name}" if path.name == _USUAL and path.parent.name else path.name)
+    return escape_line(f"{path.parent.name}/{path.name}" if path.name == _USUAL and path.parent.name else path.name)
 
 
 def portable(trace: Trace) -> Trace:

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import Blocks
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import at_ends
 from perturbkv.selection.ranking import Scores
@@ -68,16 +68,16 @@ def budgets_of(configs: Sequence[ResolvedConfig], scores: Scores, prompt_tokens:
     shared = [_allocate(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in shared])
     if scores.statistics.valid is not None:
-        kept = torch.minimum(kept, blocks.before - scores.statistics.begin // blocks.size)
+        kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
     both = [(each.first, each.recent) for each in ends]
-    asked_first, asked_recent = on_device(both, device).unsqueeze(1).unbind(dim=-1)
+    asked_first, asked_recent = to_device(both, device).unsqueeze(1).unbind(dim=-1)
     recent = torch.minimum(kept, asked_recent)
     first = torch.minimum(kept - recent, asked_first)
     always = first + recent
     if configs[0].has_own_stages:
         stage1 = torch.stack([scores.first_counts(config, own) for config, own in zip(configs, ends, strict=True)])
     else:
-        least = on_device([[config.guaranteed(prompt_tokens)] for config in configs], device)
+        least = to_device([[config.guaranteed(prompt_tokens)] for config in configs], device)
         shares = _alphas(configs, scores)
         stage1 = torch.maximum(_stage1(shares, configs, kept - always, always + blocks.tail_blocks), least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
@@ -96,7 +96,7 @@ def _allocate(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int
         always=blocks.tail_blocks + ends.always,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=sys.maxsize if statistics.valid is not None else blocks.before - ends.always,
+        prefix=sys.maxsize if statistics.valid is not None else blocks.full - ends.always,
         heads_in_order=lambda: scores.heads_in_order(config, ends),
         head_scores=given,
         of_model=statistics.of_model and functools.partial(statistics.of_model, config, ends),
@@ -108,7 +108,7 @@ def _allocate(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int
 def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
     """Each kept set's share of stage 1."""
     layer, device = scores.statistics.layer, scores.statistics.norms.device
-    return on_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
+    return to_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
 
 
 def _stage1(
@@ -118,7 +118,7 @@ def _stage1(
     always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:
     """Blocks that stage 1 takes of `free` ones beside those that `always` stay (METHOD: Select)."""
-    total = on_device([[config.selection["split"] == "total"] for config in configs], free.device)
-    of_prefix = whole_entries(alpha * free)
-    of_total = (whole_entries(alpha * (free + always)) - always).clamp(min=0)
+    total = to_device([[config.selection["split"] == "total"] for config in configs], free.device)
+    of_prefix = round_down_entries(alpha * free)
+    of_total = (round_down_entries(alpha * (free + always)) - always).clamp(min=0)
     return torch.where(total, of_total, of_prefix).to(torch.int64)

@@ -82,7 +82,7 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     A policy that ranks by position is left alone, and a prompt of which nothing is evicted.
     """
     kept = config.kept_entries(prompt_tokens)
-    if kept >= prompt_tokens or config.given or config.selection.name == "position":
+    if kept >= prompt_tokens or config.is_external or config.selection.name == "position":
         return
     policy = config.system
     first, recent = policy.first_entries(config, kept), max(config.window, policy.recent_entries(config, kept))
@@ -115,7 +115,7 @@ def _check_sign(config: ResolvedConfig) -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
-    if config.given:
+    if config.is_external:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
@@ -166,7 +166,7 @@ def check_generating(config: EvictionConfig) -> None:
 
     One that reads pages is asked when the query is there.
     """
-    if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads:
+    if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads_pages:
         msg = (
             f"selection '{config.selection.name}' looks at the next query, which generation does not have; choose "
             "another selection"

@@ -48,10 +48,10 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
         found["granularity", "product"] = "a two-stage selection"
     elif _mean_of_one(config, unpooled, reduces):
         found["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
-    if config.reads:
+    if config.reads_pages:
         found |= {("granularity", name): _PAGES for name in ("block", "block_score")}
         found["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
-    elif config.lined:
+    elif config.has_sparse_prefill:
         found |= {("granularity", name): _LINES for name in ("block", "block_score")}
         found |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
     elif config.block == 1:

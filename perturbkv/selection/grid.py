@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, halves, parse
+from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import Option, check_configurations
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS
-from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTION_OPTIONS, SELECTIONS
+from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTABLE, SELECTION_OPTIONS, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import compatibility, effects
 from perturbkv.selection.policies import registry
@@ -59,7 +59,7 @@ def _having(name: str) -> list[tuple[str, str]]:
 
 def check_options(name: str, value: Any) -> None:
     """Raise ConfigError or UnknownNameError for a value that no owner takes."""
-    known_options()[name].checked(value, name)
+    known_options()[name].convert(value, name)
 
 
 def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
@@ -138,7 +138,7 @@ def _options(name: str, owner: str) -> Mapping[str, Option]:
         return registry.info(name).options()
     known = _OPTIONS[owner]
     if name not in known:
-        raise UnknownNameError(name, owner, ASKED if owner == "selection" else known)
+        raise UnknownNameError(name, owner, SELECTABLE if owner == "selection" else known)
     return known[name]
 
 
@@ -320,7 +320,7 @@ def names_policy(selection: str) -> bool:
 
 def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """What a selection, as `grid` takes it, and the policy beside it stand for."""
-    if isinstance(text, str) and len(parts := halves(text)) > 1:
+    if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)
     if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):

@@ -183,7 +183,7 @@ def read_groups(
     prompt_tokens: int,
 ) -> list[ReadGroup]:
     """What the configurations that read pages read in one layer at each step, whose query is given."""
-    places = [place for place, config in enumerate(configs) if config.reads]
+    places = [place for place, config in enumerate(configs) if config.reads_pages]
     reading = [configs[place] for place in places]
     steps = [_chosen(reading, layer, query, prompt_tokens) for query in queries] if places else []
     return [

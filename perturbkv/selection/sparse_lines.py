@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import PROMPT_QUERIES
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.scoring.window_attention import reduce_group, seeded
 from perturbkv.selection.budgets import Rows
 from perturbkv.selection.kept_sets import KeptSets
@@ -84,9 +84,9 @@ def choose(config: ResolvedConfig, given: LastQueries) -> Chosen:
     policy = _policy(config)
     kept_heads, n = _kept_heads(config, given), given.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
-    upright = int(whole_entries(policy.vertical * free))
+    upright = int(round_down_entries(policy.vertical * free))
     first, second = _weights(config, given)
-    alphas = on_device(config.alphas(given.layer, kept_heads), given.attention.device, WORK)
+    alphas = to_device(config.alphas(given.layer, kept_heads), given.attention.device, WORK)
     drawn = _drawn(config, given, kept_heads, n) if config.selection.name == "random" else None
     found = []
     for kind, (sums, count, always, last) in enumerate((
@@ -172,7 +172,7 @@ def _of_kind(
     """
     place = torch.arange(first.shape[1], device=first.device)
     outside, within = (place < always) | (place >= end), (place < always).expand_as(first)
-    early = whole_entries(alphas * count).unsqueeze(-1)
+    early = round_down_entries(alphas * count).unsqueeze(-1)
     stage1 = rank(first.masked_fill(outside, -torch.inf)).ranks < early
     rest = (first if second is None else second).masked_fill(outside | stage1, -torch.inf)
     return within | stage1 | (rank(rest).ranks < count - early), within | stage1
@@ -205,7 +205,7 @@ def measured(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positio
 
 def wanted(configs: Iterable[ResolvedConfig], prompt_tokens: int, sample: str) -> set[Positions]:
     """Everything that the full prefill has to remember queries of; nothing where no configuration has lines."""
-    lined = [config for config in configs if config.lined]
+    lined = [config for config in configs if config.has_sparse_prefill]
     return {one for config in lined for one in (last(config, prompt_tokens), measured(config, prompt_tokens, sample))}
 
 
@@ -274,7 +274,7 @@ def lined_groups(configs: Sequence[ResolvedConfig], layer: Layer, prompt_tokens:
     """Those of the configurations that look along lines, by the order in which they come."""
     alike: dict[tuple[int, int, Positions], dict[int, Chosen]] = {}
     for place, config in enumerate(configs):
-        if config.lined:
+        if config.has_sparse_prefill:
             chosen = of_budget(config, layer(config), prompt_tokens)
             key = (len(chosen.lines.slash), config.window, measured(config, prompt_tokens, sample))
             alike.setdefault(key, {})[place] = chosen

@@ -23,7 +23,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
@@ -163,7 +163,7 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
 def check_memory(planned: Plan) -> None:
     """Raise ConfigError where the bound on memory would divide configurations that answer in one batch."""
     bound, configs = planned.resources.max_bytes, len(planned.run.configs)
-    if bound is not None and len(planned.batches.places) > 1:
+    if bound is not None and len(planned.batches.indices) > 1:
         msg = (
             f"generate answers from all caches at once, and max_bytes (--max-memory) of {bound:,} bytes holds those of "
             f"{planned.batches.rows - 1} of {configs} configurations; raise it or ask for fewer"
@@ -208,7 +208,7 @@ def generate(
             elif 2 * len(open_rows) <= len(held):
                 going_on = [place for place, row in enumerate(held) if row in open_rows]
                 cache.only(going_on)
-                held, following = [held[place] for place in going_on], following[on_device(going_on, adapter.device)]
+                held, following = [held[place] for place in going_on], following[to_device(going_on, adapter.device)]
             following = _next(adapter, cache, following.unsqueeze(-1), looked)
     return made
 
@@ -254,7 +254,7 @@ class AnswerOptions:
     divergence: bool = False
 
 
-@memory.told()
+@memory.translate_allocation_errors()
 def answer(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:
@@ -291,7 +291,7 @@ def _held(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]
 def _read(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
     """Entries that a row of one layer looks at; the first row keeps everything."""
     lengths = layer.lengths(row)
-    if not row or not configs[row - 1].reads:
+    if not row or not configs[row - 1].reads_pages:
         return sum(lengths)
     config = configs[row - 1]
     sets = layer.heads if config.granularity.name == "query" else len(lengths)
@@ -303,7 +303,7 @@ def _stored(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int)
 
     Entries, and what stands in for others; nothing has been decoded yet.
     """
-    if all(config.evicts_alone for config in configs):
+    if all(config.only_evicts for config in configs):
         return []
     layers, tokens = cache.evicted, cache.get_seq_length()
     full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))

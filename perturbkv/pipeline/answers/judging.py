@@ -24,9 +24,18 @@ from typing import IO, cast
 
 from perturbkv.configs import option
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage.answers_file import WrittenAnswers
-from perturbkv.storage.judgements import Judge, Judgement, Kept, Question, judged, pairwise, singly, tie
+from perturbkv.storage.judgements import (
+    Judge,
+    Judgement,
+    JudgementFile,
+    Question,
+    pair_questions,
+    parse_judgement,
+    single_questions,
+    tie_judgement,
+)
 from perturbkv.user_files import parse_json
 
 _LONGEST = 2**20
@@ -45,7 +54,7 @@ def split(command: str) -> list[str]:
         msg = "expected a command such as 'python my_judge.py', got an empty one"
         raise ConfigError(msg)
     if shutil.which(found[0]) is None:
-        msg = f"expected a judge that can be started, got '{line(found[0])[:_TOLD]}', which is no program here"
+        msg = f"expected a judge that can be started, got '{escape_line(found[0])[:_TOLD]}', which is no program here"
         raise ConfigError(msg)
     return found
 
@@ -76,7 +85,7 @@ def _started(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Pop
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        msg = f"expected a judge that can be started, got '{line(command[0])}': {why}; check --command"
+        msg = f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --command"
         raise PluginError(msg) from None
     try:
         yield process
@@ -119,7 +128,7 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, said: IO[bytes]) 
     if code:
         said.seek(0)
         words = said.read().decode(errors="replace").strip().splitlines()
-        told = f": {line(words[-1])[:_TOLD]}" if words else ""
+        told = f": {escape_line(words[-1])[:_TOLD]}" if words else ""
         msg = f"expected a judge that ends with exit code 0, got {code}{told}"
         raise PluginError(msg)
 
@@ -161,22 +170,22 @@ def ask_judge(
     Raises PluginError for a judge that fails, or says what is no judgement; what `Kept` raises.
     """
     check(judge, limit)
-    questions = list(pairwise(answers, judge.seed) if judge.pairwise else singly(answers))
+    questions = list(pair_questions(answers, judge.seed) if judge.pairwise else single_questions(answers))
     with TemporaryDirectory() as folder:
-        kept = Kept(path or Path(folder) / FILE, judge, questions, overwrite)
+        kept = JudgementFile(path or Path(folder) / FILE, judge, questions, overwrite)
         for question in questions:
-            if question.is_tie and (question.sample, question.label) not in kept.found:
-                kept.keep(tie(question))
-        progress(len(kept.found), len(questions))
+            if question.is_tie and (question.sample, question.label) not in kept.judgements:
+                kept.add(tie_judgement(question))
+        progress(len(kept.judgements), len(questions))
         _ask(judge, questions, kept, limit, progress)
-        return tuple(kept.found[one.sample, one.label] for one in questions)
+        return tuple(kept.judgements[one.sample, one.label] for one in questions)
 
 
 def _ask(
-    judge: Judge, questions: Sequence[Question], kept: Kept, limit: float, progress: Callable[[int, int], None]
+    judge: Judge, questions: Sequence[Question], kept: JudgementFile, limit: float, progress: Callable[[int, int], None]
 ) -> None:
     """Ask what is not there yet. Raises PluginError where an answer belongs to no question, or one gets none."""
-    todo = {one.id: one for one in questions if (one.sample, one.label) not in kept.found}
+    todo = {one.id: one for one in questions if (one.sample, one.label) not in kept.judgements}
     if not todo:
         return
     left = dict(todo)
@@ -185,13 +194,18 @@ def _ask(
             said = _parsed(answer)
             name = said.get("id")
             if not isinstance(name, str) or name not in left:
-                again = f"given already, of {todo[name].whose}" if isinstance(name, str) and name in todo else "unknown"
-                msg = f"expected from the judge an `id` it was given, each once, got {line(repr(name))[:60]} ({again})"
+                again = (
+                    f"given already, of {todo[name].description}"
+                    if isinstance(name, str) and name in todo
+                    else "unknown"
+                )
+                got = escape_line(repr(name))[:60]
+                msg = f"expected from the judge an `id` it was given, each once, got {got} ({again})"
                 raise PluginError(msg)
-            kept.keep(judged(left.pop(name), said, judge))
-            progress(len(kept.found), len(questions))
+            kept.add(parse_judgement(left.pop(name), said, judge))
+            progress(len(kept.judgements), len(questions))
     if left:
-        first = next(iter(left.values())).whose
+        first = next(iter(left.values())).description
         asked = f"an answer to each of {len(todo)} questions"
         msg = f"expected from the judge {asked}, got none to {len(left)}, such as {first}"
         raise PluginError(msg)
@@ -204,6 +218,6 @@ def _parsed(answer: bytes) -> dict[str, object]:
         found = None
     if not isinstance(found, dict):
         said = answer.decode(errors="replace").strip()
-        msg = f"expected lines from the judge that are JSON objects, got '{line(said)[:60]}'"
+        msg = f"expected lines from the judge that are JSON objects, got '{escape_line(said)[:60]}'"
         raise PluginError(msg)
     return found

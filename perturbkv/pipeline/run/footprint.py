@@ -118,7 +118,7 @@ def _in_16_bits(planned: Plan) -> int:
 
 def _shape(planned: Plan) -> Shape:
     dtype = planned.placement.dtype
-    return Shape.of(planned.files.config, dtype.itemsize, planned.files.weights_bytes(dtype))
+    return Shape.from_config(planned.files.config, dtype.itemsize, planned.files.weights_bytes(dtype))
 
 
 def _rows(planned: Plan, shape: Shape) -> list[int]:
@@ -179,4 +179,4 @@ def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
 
 def free_memory(planned: Plan) -> int:
     """Bytes that the run may take where it computes."""
-    return room.free(planned.placement.device)
+    return room.free_bytes(planned.placement.device)

@@ -153,7 +153,7 @@ def _other(config: EvictionConfig) -> str:
     """What of a configuration makes its sets others than those that are searched; empty where nothing does."""
     kind = registry.info(config.policy.name)
     reasons = {
-        "policies that keep what they keep": config.given,
+        "policies that keep what they keep": config.is_external,
         f"policy {config.policy.name}, which evicts nothing": not config.evicts,
         f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
         f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
@@ -178,12 +178,12 @@ def search_samples(
 ) -> list[dict[str, Any]]:
     """A line per prompt of the plan, in its order; prompts whose lines are there are not searched again."""
     total = len(planned.prompts)
-    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.done]
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.finished]
     finished(total - len(todo), total)
     for prompt, adapter in zip(todo, [planned.model()] * len(todo) if todo else [], strict=True):
         lines.add({SAMPLE: prompt.sample_id, "heads": list(_searched(planned, adapter, prompt, asked))})
         finished(len(lines.rows), total)
-    return lines.of(planned.prompts.ids)
+    return lines.select(planned.prompts.ids)
 
 
 def _searched(planned: Plan, adapter: Adapter, prompt: Prompt, asked: Searches) -> Iterator[dict[str, Any]]:

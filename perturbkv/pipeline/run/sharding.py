@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perturbkv.configs.run import Shard
-from perturbkv.errors import HeldError, MissingShardError
+from perturbkv.errors import LockedOutputError, MissingShardError
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
-from perturbkv.storage.output import Lock, check_free, check_place, wait_until_free
-from perturbkv.storage.run.joining import ShardWriter, done, join
+from perturbkv.storage.output import Lock, check_free, check_writable, wait_until_free
+from perturbkv.storage.run.shard_merging import ShardWriter, measured_shards, merge_shards
 from perturbkv.storage.run.shards import Command, ShardJournal, ShardRecord
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def run_shard(
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
     place = ShardJournal(path, shard).path
-    check_place(place)
+    check_writable(place)
     with _alone(path, place, wait, lambda: _all_done(path, record, overwrite)) as lock:
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
@@ -79,24 +79,25 @@ def run_shard(
         failures = writer.failures()
     if _joined(planned, path, record, overwrite):
         return path
-    return ShardDone(path, shard, samples, len(configs), failures, tuple(done(path, record, overwrite)))
+    return ShardDone(path, shard, samples, len(configs), failures, tuple(measured_shards(path, record, overwrite)))
 
 
 @contextmanager
 def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> Iterator[Lock]:
     """The shard's lock, held while nobody holds the trace's: who joins shards looks at both in the other order.
 
-    Raises HeldError, or waits, for the trace without keeping the shard from who joins it; a joining is always awaited.
+    Raises LockedOutputError, or waits, for the trace without keeping the shard from who joins it; a joining is always
+    awaited.
     """
     while True:
         try:
             check_free(path)
-        except HeldError:
+        except LockedOutputError:
             wait_until_free(path, wait or joining())
         with Lock(place, wait) as lock:
             try:
                 check_free(path)
-            except HeldError:
+            except LockedOutputError:
                 if not (wait or joining()):
                     raise
                 continue
@@ -106,7 +107,7 @@ def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> 
 
 def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Whether no shard lacks anything: who holds the trace then joins them, and is through in a moment."""
-    return len(done(path, record, overwrite)) == record.shard.count
+    return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 
 def _joined(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
@@ -114,8 +115,8 @@ def _joined(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> 
     if not _all_done(path, record, overwrite):
         return False
     try:
-        joined = join(path, overwrite=overwrite, texts=texts_of(planned))
-    except HeldError as error:
+        joined = merge_shards(path, overwrite=overwrite, texts=texts_of(planned))
+    except LockedOutputError as error:
         _log.info("all shards are done, and joined elsewhere: %s", error)
         return False
     except MissingShardError:  # one that was done began again meanwhile, and joins all when it ends

@@ -20,7 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
-from perturbkv.devices import stack_on
+from perturbkv.devices import stack_on_device
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
@@ -79,7 +79,9 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
     back = _inverse(order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
-        stacked = stack_on(device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1)
+        stacked = stack_on_device(
+            device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1
+        )
         array = to_numpy(stacked, VARIABLES[name].dtype)
         arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[back]
     return arrays
@@ -102,7 +104,7 @@ def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
     arrays = {}
     for name in layers[0].lost:
         dims = VARIABLES[name].dims
-        stacked = stack_on(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
+        stacked = stack_on_device(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
         array = to_numpy(stacked, VARIABLES[name].dtype)
         arrays[name] = array[back] if "config" in dims else array
     return arrays
@@ -132,7 +134,7 @@ def kept_arrays(
     for batch in batches:
         for layer, masks in enumerate(batch.kept):
             own = [lengths[layer][place] for place in batch.order]
-            code, taken = kept_codec.of_masks(to_numpy(masks, "uint8"), np.concatenate(own))
+            code, taken = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(own))
             begins = start + taken.cumsum() - taken
             for values, held in ((begins, offsets), (taken, sizes), (np.concatenate(own), counts)):
                 _spread(values, own, batch.order, held[:, layer])
@@ -169,7 +171,7 @@ def prefill_arrays(
     That of a budget which covers the prompt is the full one, which took `seconds`; the others have none: NaN.
     """
     shares, took = held.copy(), np.full(len(configs), np.nan)
-    for place in (place for place, config in enumerate(configs) if config.lined):
+    for place in (place for place, config in enumerate(configs) if config.has_sparse_prefill):
         shares[place], took[place] = 1.0, seconds
     for batch in batches:
         for place, own in batch.own.items():

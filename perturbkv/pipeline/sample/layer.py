@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.devices import on_device, working_bytes
+from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.full_layer import FullLayer
@@ -110,7 +110,9 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     decoded_norms = layer_norms(layer.values[:, n:], layer.projection, sample.resources)
     norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
     summands = theory.stack_summands(layer.values, norms)
-    steps = [measure.reference(step, summands.of_first(step.shape[-1]), layer.slices, sink) for step, sink in weights]
+    steps = [
+        measure.reference(step, summands.first_entries(step.shape[-1]), layer.slices, sink) for step, sink in weights
+    ]
     added = ordered_lost(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, gone = [], []
     working = working_bytes(keys.device, sample.resources.chunk_bytes)
@@ -153,7 +155,7 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 def _every_alpha(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
     """Return α (config, head) of some of a group's configurations."""
     shares = [_alphas(configs[place], layer.index, layer.adapter.heads, group) for place in group.places[rows]]
-    return on_device(shares, layer.keys.device, theory.WORK)
+    return to_device(shares, layer.keys.device, theory.WORK)
 
 
 def _alphas(config: ResolvedConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.configs.entry_counts import whole_entries
-from perturbkv.devices import stack_on
+from perturbkv.configs.entry_counts import round_down_entries
+from perturbkv.devices import stack_on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.schema import VARIABLES
@@ -72,7 +72,7 @@ def reference(
         summands=summands,
         whole=everything.mixed,
         slices=slices,
-        output=theory.projected(everything.mixed[0], slices),
+        output=theory.project_outputs(everything.mixed[0], slices),
         total=everything.weighted[0],
         smallest=summands.smallest_norms(),
         largest=theory.largest_sums(attention) + sink.unsqueeze(-1),
@@ -94,7 +94,7 @@ def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config 
     moved = theory.isolated_perturbation(given.whole, kept.mixed, kept.mass, given.slices, given.output)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
     limits = theory.bounds(given.total, given.smallest, own, stage1)
-    counts = whole_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
+    counts = round_down_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
         **_floors("noise_floor_isolated", moved, given.output, WORK),
         **_configurations("perturbation_isolated", moved),
@@ -141,11 +141,11 @@ def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[
         for layer, outputs in enumerate(zip(full.head_output, evicted.head_output, strict=True))
     ]
     heads = {
-        name: stack_on(device, [layer[name] for layer in layers], dim=int("config" in VARIABLES[name].dims))
+        name: stack_on_device(device, [layer[name] for layer in layers], dim=int("config" in VARIABLES[name].dims))
         for name in layers[0]
     }
-    states = stack_on(device, [layer[0] for layer in full.hidden])
-    hidden = _drift("hidden", states, stack_on(device, evicted.hidden, dim=1), inputs)
+    states = stack_on_device(device, [layer[0] for layer in full.hidden])
+    hidden = _drift("hidden", states, stack_on_device(device, evicted.hidden, dim=1), inputs)
     final = _drift("final", full.final[0], evicted.final, inputs)
     norms = _norms("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
     return heads | hidden | final | norms | _logits(full, evicted, inputs)
@@ -193,10 +193,10 @@ def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
     """Head outputs and hidden states themselves, for `--save outputs`."""
     device = evicted.logits.device
     return {
-        "head_output_full": stack_on(device, [layer[0].float() for layer in full.head_output]),
-        "head_output": stack_on(device, [layer[1:].float() for layer in evicted.head_output], dim=1),
-        "hidden_full": stack_on(device, [layer[0].float() for layer in full.hidden]),
-        "hidden": stack_on(device, [layer[1:].float() for layer in evicted.hidden], dim=1),
+        "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),
+        "head_output": stack_on_device(device, [layer[1:].float() for layer in evicted.head_output], dim=1),
+        "hidden_full": stack_on_device(device, [layer[0].float() for layer in full.hidden]),
+        "hidden": stack_on_device(device, [layer[1:].float() for layer in evicted.hidden], dim=1),
     }
 
 

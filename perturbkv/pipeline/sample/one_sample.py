@@ -57,7 +57,7 @@ _DEFAULT = Resources()
 _NOTHING: KeptMasks = MappingProxyType({})
 
 
-@memory.told()
+@memory.translate_allocation_errors()
 def trace(
     adapter: Adapter,
     prompts: Iterable[Prompt],
@@ -104,9 +104,9 @@ def trace_sample(
     layers, kept = _selected(sample)
     sample.prefill.finite.raise_if_not(prompt.sample_id)
     decode = _Decoding(sample, layers, kept)
-    batches = [decode.batch(places) for places in planned.places]
+    batches = [decode.batch(places) for places in planned.indices]
     arrays = _arrays(sample, batches, layers, kept)
-    if any(config.lined for config in run.configs):
+    if any(config.has_sparse_prefill for config in run.configs):
         seconds = plain_seconds(adapter, sample.context)
         arrays |= prefill_arrays(batches, run.configs, arrays["held_share"], seconds)
     decode.finite.raise_if_not(prompt.sample_id)
@@ -190,7 +190,7 @@ class _Decoding:
         return {
             place: own_prefill(self.adapter, context, config, sample, resources, self.finite)
             for place, config in configs.items()
-            if config.lined and config.kept_entries(n) < n
+            if config.has_sparse_prefill and config.kept_entries(n) < n
         }
 
     def _evict(self, index: int, places: tuple[int, ...], own: Mapping[int, OwnPrefill]) -> _Evicted:
@@ -202,7 +202,7 @@ class _Decoding:
         kept, moved = self._stored(layer, kept)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         held_by = kept.entries | page_reading.rows(layer, {place: configs[place] for place in places})
-        held_by |= {place: everything for place in places if configs[place].lined}
+        held_by |= {place: everything for place in places if configs[place].has_sparse_prefill}
         held_by |= {place: prefilled.rows[index] for place, prefilled in own.items()}
         rows = [everything, *(held_by[place] for place in places)]
         rows += [everything] * (self.rows - len(rows))

@@ -22,7 +22,7 @@ from perturbkv.cache.compact import full_cache, windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
@@ -221,7 +221,7 @@ def prefill(
     layer is done. Scores that look at a replay come last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
-    ranked = [config for config in configs if not config.given and not config.lined]
+    ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
     wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
     found = Statistics(sample, *shape, wanted, [], run.head_scores, given)
@@ -268,7 +268,7 @@ class _Reading:
         for window, means in self.found.mean_queries.items():
             means.append(query[0, :, -window:].to(WORK).mean(dim=1))
         for positions, queries in self.found.queries.items():
-            queries.append(query[0][:, on_device(positions, query.device)])
+            queries.append(query[0][:, to_device(positions, query.device)])
         with phase("scores"):
             self._score(view)
         if self.visitor is not None:

@@ -17,7 +17,7 @@ from perturbkv import theory
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.stand_in import StandIn, stand_in
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.full_layer import FullLayer
 
@@ -52,7 +52,7 @@ def corrections(
 def _gone(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
     """Which entries a configuration does not keep; those of a key/value head lie `stride` places apart."""
     sets, device = len(entries.lengths), entries.index.device
-    lengths = on_device(entries.lengths, device)
+    lengths = to_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
     gone = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
     gone[rows, entries.index % stride] = False
@@ -74,14 +74,14 @@ def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Corrected]) -> 
     attention, sink = layer.weights(step)
     total = theory.log_total(query, layer.keys[:, : step.entries], scale, layer.sinks)
     mixed = theory.weighted_sums(attention.unsqueeze(0), values)[0]
-    output, found = theory.projected(mixed, slices), {}
+    output, found = theory.project_outputs(mixed, slices), {}
     for place, one in rows.items():
         stays = attention.clone()
         stays[:, : one.gone.shape[1]].masked_fill_(one.gone, 0)
         mass = (one.stand_in.logits(query.to(theory.WORK).unsqueeze(1), scale).squeeze(1) - total).exp()
         kept = theory.weighted_sums(stays.unsqueeze(0), values)[0]
         own = theory.corrected_output(kept, stays.sum(dim=-1) + sink, one.stand_in.value, mass)
-        moved = theory.distances(output, theory.projected(own - mixed, slices))
+        moved = theory.distances(output, theory.project_outputs(own - mixed, slices))
         loses = one.gone.any(dim=-1)
         found[place] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(loses, torch.nan)
     return found

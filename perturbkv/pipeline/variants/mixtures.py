@@ -38,7 +38,7 @@ from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.selection.kept_sets import GivenGroup
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.storage.patching_file import PER_STEP, SwapBatch, SwapRow, SwapStore
+from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
 
 MOST = 32
 """Mixtures of a batch at most: more take no less time each, and a killed run loses one batch."""
@@ -83,7 +83,7 @@ class SwapSample:
     Raises what `trace_sample` raises.
     """
 
-    @memory.told()
+    @memory.translate_allocation_errors()
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
         positions.check_positions(run.configs, adapter.config, adapter.name)
@@ -109,9 +109,9 @@ class SwapSample:
         """Where both configurations keep the same entries."""
         return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
 
-    @memory.told()
+    @memory.translate_allocation_errors()
     @torch.inference_mode()
-    def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> SwapBatch:
+    def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> PatchingBatch:
         """Decode from these mixtures in one batch; `by_head` are those whose heads are told one by one.
 
         The baseline alone and the treatment alone, together, are decoded in the very batch that `trace_sample` makes
@@ -184,12 +184,12 @@ def _batch(
     steps: Sequence[dict[str, Tensor]],
     held: Sequence[float],
     scores: Sequence[float],
-) -> SwapBatch:
+) -> PatchingBatch:
     """What a batch showed as plain numbers, without the rows that filled it up."""
     totals = [_totals(step) for step in steps]
     heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
     rows = [
-        SwapRow(
+        PatchingRow(
             mixture=mixture,
             held=held[place],
             values={name: tuple(step[name][0][place] for step in totals) for name in PER_STEP},
@@ -200,7 +200,7 @@ def _batch(
     ]
     floors = {name: tuple(step[name][1] for step in totals) for name in PER_STEP}
     told = (_of_heads(steps, name) if by_head else None for name in ("noise_floor", "output_norm"))
-    return SwapBatch(sample, tuple(rows), floors, scores[0], *told)
+    return PatchingBatch(sample, tuple(rows), floors, scores[0], *told)
 
 
 def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
@@ -226,9 +226,9 @@ Told = Callable[[int, int], None]
 class Measuring:
     """Measures mixtures that a store lacks, prompt by prompt; prompts stay read as long as memory holds them."""
 
-    def __init__(self, ready: Plan, game: Game, store: SwapStore, told: Told) -> None:
+    def __init__(self, ready: Plan, game: Game, store: PatchingStore, told: Told) -> None:
         self.ready, self.game, self.store, self.told = ready, game, store, told
-        self.named = [game.none, *(mixture for _, mixture in game.named)]
+        self.named = [game.baseline_everywhere, *(mixture for _, mixture in game.mixtures)]
         self.prompts = {prompt.sample_id: prompt for prompt in ready.prompts}
         self.model: Adapter | None = None
         self.read: dict[str, SwapSample] = {}
@@ -242,10 +242,10 @@ class Measuring:
         """In every prompt: both sides alone, what was asked for by name, then these; NaN or Inf gives one up."""
         for sample in self.prompts:
             try:
-                self._measure(sample, [self.game.none, self.game.whole])
+                self._measure(sample, [self.game.baseline_everywhere, self.game.treatment_everywhere])
                 self._measure(sample, [*self.named, *mixtures])
             except ActivationError as error:
-                self.store.give_up(sample, str(error))
+                self.store.add_failure(sample, str(error))
 
     def of(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
         """In some prompts. Raises ActivationError for NaN or Inf."""
@@ -255,11 +255,11 @@ class Measuring:
     def _measure(self, sample: str, mixtures: Sequence[Mixture]) -> None:
         """Those that are not there yet, a batch at a time."""
         by_head = frozenset(self.named)
-        lacking = self.store.lacks(sample, mixtures, by_head)
+        lacking = self.store.missing(sample, mixtures, by_head)
         rows = rows_of(self.prompts[sample], self.ready.resolved, shape_of(self.ready), self.ready.resources)
         for start in range(0, len(lacking), rows):
             held = self._sample(sample, rows)
-            self.store.keep(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
+            self.store.add(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
             self._tell()
 
     def _sample(self, sample: str, rows: int) -> SwapSample:
@@ -282,10 +282,10 @@ class Measuring:
 def _held_at_once(ready: Plan) -> int:
     """Prompts whose full caches take at most half of what is free."""
     tokens = max(len(prompt.token_ids) for prompt in ready.prompts)
-    return max(1, memory.free(ready.placement.device) // 2 // max(1, shape_of(ready).full_cache_bytes(tokens)))
+    return max(1, memory.free_bytes(ready.placement.device) // 2 // max(1, shape_of(ready).full_cache_bytes(tokens)))
 
 
 def shape_of(ready: Plan) -> Shape:
     """The model's shape, in the run's precision."""
     dtype = ready.placement.dtype
-    return Shape.of(ready.files.config, dtype.itemsize, ready.files.weights_bytes(dtype))
+    return Shape.from_config(ready.files.config, dtype.itemsize, ready.files.weights_bytes(dtype))

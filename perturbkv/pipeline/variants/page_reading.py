@@ -30,7 +30,7 @@ def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, K
     whole = borrow(layer.prompt_keys, layer.prompt_values)
     made = {}
     for index, config in configs.items():
-        if config.reads:
+        if config.reads_pages:
             chooses = config.kept_entries(n) < n
             made[index] = replace(whole, reader=Reader(config, paged(config), n)) if chooses else whole
     return made

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import ConfigError, UnreadableError
+from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
 from perturbkv.pipeline.progress import phase
@@ -44,8 +44,8 @@ _LATER = ("decoding_press", "decoding")
 def source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
     """Run a configuration's press on a prompt; what tells its kept sets.
 
-    Raises ConfigError where the press fails or would decode differently; the source raises UnreadableError where it
-    does not only evict.
+    Raises ConfigError where the press fails or would decode differently; the source raises UnreadableCacheError where
+    it does not only evict.
     """
     name = config.policy.name.partition(":")[2]
     press = kvpress.build(config.policy)
@@ -71,9 +71,9 @@ def source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -
 def _recovered(theirs: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str) -> LayerKept:
     try:
         (found,) = recover([theirs], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
-    except UnreadableError as error:
+    except UnreadableCacheError as error:
         msg = f"press '{name}': {error.reason}"
-        raise UnreadableError(msg) from None
+        raise UnreadableCacheError(msg) from None
     return found
 
 
@@ -146,7 +146,7 @@ def _restore(held: Any, before: dict[Any, Any], names: Any) -> None:
 
 
 def _check_intact(found: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
-    """Raise UnreadableError where anything but a kept set is left: other keys or values, entries twice or of nowhere.
+    """Raise UnreadableCacheError where anything but a kept set is left: changed, duplicate or unknown entries.
 
     A press that reads the prompt through another attention kernel rounds otherwise; this much is allowed.
     """
@@ -158,7 +158,7 @@ def _check_intact(found: LayerKept, name: str, layer: int, dtype: torch.dtype) -
     ]  # fmt: skip
     if reasons := [one for one in said if one]:
         msg = f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}"
-        raise UnreadableError(msg)
+        raise UnreadableCacheError(msg)
 
 
 def _changed(what: str, distances: Sequence[Tensor], dtype: torch.dtype) -> str:
@@ -187,10 +187,10 @@ def sources(
     """Of each configuration whose kept sets come from outside, what tells them.
 
     Raises what `check` raises, and ConfigError where one has none, for masks of other shapes than the model's and the
-    prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
+    prompt's, and for a press that fails; a press' source raises UnreadableCacheError where it does not only evict.
     """
     check_sources(configs, adapter.config, adapter.name)
-    return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
+    return {config: _source(adapter, token_ids, config, masks) for config in configs if config.is_external}
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:

@@ -39,12 +39,12 @@ def isolated(layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, Ke
 def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
     query, own, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
     keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
-    mixed = theory.attended(query, keys, values, *own)
-    output, found = theory.projected(mixed, slices), {}
+    mixed = theory.attention_output(query, keys, values, *own)
+    output, found = theory.project_outputs(mixed, slices), {}
     for place, entries in rows.items():
         there = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
-        changed = theory.attended(query, *there[:2], *own, present=there[2])
-        moved = theory.distances(output, theory.projected(changed - mixed, slices))
+        changed = theory.attention_output(query, *there[:2], *own, present=there[2])
+        moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
         found[place] = torch.stack([moved.l1, moved.l2, moved.cosine])
     return found
 

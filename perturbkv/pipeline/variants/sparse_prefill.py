@@ -20,7 +20,7 @@ from perturbkv import theory
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import on_device, stack_on, working_bytes
+from perturbkv.devices import stack_on_device, to_device, working_bytes
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, FiniteCheck, intercept_attention
@@ -82,13 +82,13 @@ def isolated_by_lines(
     `summands` are of the prompt's entries, and may hold more.
     """
     queries, keys = layer.statistics.queries[group.measured][layer.index], layer.prompt_keys
-    found, sharing = group.seen(on_device(group.measured, keys.device)), layer.adapter.heads // group.kept_heads
+    found, sharing = group.seen(to_device(group.measured, keys.device)), layer.adapter.heads // group.kept_heads
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (found.kept, found.stage1))
     each = []
     for place, position in enumerate(group.measured):
         entries = slice(position + 1)
         weights, sink = theory.decode_weights(queries[:, place], keys[:, entries], layer.scale, layer.sinks)
-        full = measure.reference(weights, summands.of_first(position + 1), layer.slices, sink)
+        full = measure.reference(weights, summands.first_entries(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, place, entries], stage1[:, :, place, entries])
         each.append(measure.isolated(full, masks, alphas))
     return {name: torch.stack([one[name] for one in each]).mean(dim=0) for name in each[0]}
@@ -124,7 +124,7 @@ def own_prefill(
         seconds, logits = _timed(adapter, token_ids, cache)
     check.look(LOGITS, logits)
     held = [adapter.held(cache, layer) for layer in range(len(adapter.layers))]
-    looked, n = float(stack_on(adapter.device, attention.looked).mean()), len(token_ids)
+    looked, n = float(stack_on_device(adapter.device, attention.looked).mean()), len(token_ids)
     rows = [borrow(layer.keys[0], layer.values[0]) for layer in held]
     return OwnPrefill(rows, looked / (n * (n + 1) / 2), seconds)
 
@@ -185,7 +185,7 @@ class _Attention:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
             norms = layer_norms(value, projection, self.resources)
-        queries = query[:, on_device(last(self.config, n), query.device)]
+        queries = query[:, to_device(last(self.config, n), query.device)]
         seen = last_queries(self.adapter, layer, queries, key, norms, self.sample)
         return of_budget(self.config, seen, n).lines
 

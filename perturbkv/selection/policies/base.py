@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
 from perturbkv.configs.precision import FULL, NONE
@@ -124,11 +124,11 @@ class Policy(WithOptions):
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
         """First entries that always stay, of `kept` in all."""
-        return max(config.protected(kept)[0], self.score.first_entries)
+        return max(config.protected_counts(kept)[0], self.score.first_entries)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
         """Most recent entries that always stay, at least the window, of `kept` in all."""
-        return config.protected(kept)[1]
+        return config.protected_counts(kept)[1]
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
         """Entries beside the `always` kept ones that stage 1 takes at least in every kept set, of `kept` in all."""
@@ -184,7 +184,7 @@ class ByScore(Policy):
             "name": name,
             "scored": scored,
             "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
-            "summary": scored.summed_up(),
+            "summary": scored.summary_line(),
             **{kept: getattr(scored, kept) for kept in ("paper", "own_window", "own_defaults")},
         }
         made = [(one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options]
@@ -218,7 +218,7 @@ def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = No
     first; what a full place cannot take goes on in the same order. Without `most` nothing waits for the device, and
     the shares add up to `total`.
     """
-    counts: Tensor = whole_entries(shares)
+    counts: Tensor = round_down_entries(shares)
     fractions = (shares - counts).clamp(min=0).round(decimals=9)
     order = fractions.sort(descending=True, stable=True).indices
     counts = counts.to(torch.int64)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from perturbkv.configs.choice import FIRST, Choice
+from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.policies.external import Outside
 
@@ -143,8 +143,8 @@ def _presses(options: Mapping[str, Any]) -> list[str]:
 
 def _named(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     """One parameter, by its name, presses in it completed. Raises ConfigError for one that the press lacks."""
-    first = next(iter(inspect.signature(_class(name)).parameters), FIRST)
-    key = first if key == FIRST else key
+    first = next(iter(inspect.signature(_class(name)).parameters), UNNAMED)
+    key = first if key == UNNAMED else key
     if key == RATIO:
         msg = f"{RATIO} of press '{name}' is what --budget says; leave it out"
         raise ConfigError(msg)
