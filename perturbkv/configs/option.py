@@ -140,7 +140,7 @@ class WithOptions:
 
     @classmethod
     def summary_line(cls) -> str:
-        """Return a one-line summary: the class's `summary`, else its docstring's first line, else its base's summary."""
+        """Return a one-line summary: the class's `summary`, its docstring's first line, or its base's summary."""
         summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
         is_generated = summary.startswith(f"{cls.__name__}(")  # by `dataclass`, for a class without a docstring
         return str(vars(cls).get("summary") or ("" if is_generated else summary) or getattr(cls, "summary", ""))

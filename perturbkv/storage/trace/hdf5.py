@@ -5,7 +5,8 @@ a shape whose numbers the file cannot hold. `validation` checks that the content
 
 The global heaps, in which HDF5 stores texts and lists, are checked before HDF5 reads them, as it never returns from a
 damaged one, and no version of HDF5 stores a checksum for them. The layout is that of "Disk Format: Level 1E - Global
-Heap" in the HDF5 file format specification: a header, then objects, each with its index and size; index 0 is free space.
+Heap" in the HDF5 file format specification: a header, then objects, each with its index and size; index 0 is free
+space.
 """
 
 from __future__ import annotations
