@@ -1,4 +1,4 @@
-"""Columns of results: name, meaning, unit and format are declared once; JSON, frames, tables and their docs follow."""
+"""Columns of results, declared once with name, meaning, unit and format: the source of JSON, tables and their docs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import json_value
-from perturbkv.analyses.pairing import folded
+from perturbkv.analyses.pairing import fold
 from perturbkv.display import Table
 
 Value = TypeVar("Value")
 AnyRecord = TypeVar("AnyRecord")
 _KEY = "column"
 _EMPTY = ("", "–")
-_LETTERS = 24
-"""Of a name in a table's first column."""
+_NAME_WIDTH = 24
+"""Letters per line of a name in a table's first column."""
 _MOST_WIDE = 3
-"""More columns than these leave no room for intervals beside their numbers: they stand beneath."""
+"""Largest number of columns with intervals beside their numbers; of more, intervals are below them."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Column:
         unit: such as `share`, `nat`, `L1`, `tokens`; empty for a ratio, a count or a name.
         key: its name in JSON, where that is not the attribute's.
         dims: axes of an array, outermost first.
-        heading: its heading in a table; `#` in front sets it to the right.
-        text: writes a value, with its interval where there is one, for people.
+        heading: its heading in a table; `#` in front aligns it to the right.
+        text: formats a value, with its interval where there is one.
         json: whether JSON holds it.
     """
 
@@ -48,13 +48,13 @@ class Column:
     text: Callable[..., str] | None = None
     json: bool = True
 
-    def cell(self, value: Any, interval: Any = None, apart: str = " ") -> str:
-        """Return the value as a table shows it; `apart` stands before its interval."""
+    def cell(self, value: Any, interval: Any = None, separator: str = " ") -> str:
+        """Return the value as a table shows it, and behind the separator its interval."""
         if value is None:
             return "–"
         if isinstance(value, float | np.floating):
             write = self.text or (text.percent if self.unit == "share" else text.decimal)
-            return write(float(value), interval).replace(" [", f"{apart}[").replace(" (", f"{apart}(")
+            return write(float(value), interval).replace(" [", f"{separator}[").replace(" (", f"{separator}(")
         if self.text is not None:
             return self.text(value)
         return f"{value:,}" if isinstance(value, int) else str(value)
@@ -77,7 +77,7 @@ def record(cls: type[AnyRecord]) -> type[AnyRecord]:
 
 
 class Derived(Generic[Value]):
-    """A column that is computed from others when it is first asked for; its docstring is its meaning."""
+    """A column that is computed from others on first access; its docstring is its meaning."""
 
     def __init__(self, compute: Callable[[Any], Value], **more: Any) -> None:
         self.compute, self.__doc__, self.name = compute, compute.__doc__, compute.__name__
@@ -91,7 +91,7 @@ class Derived(Generic[Value]):
     def __get__(self, owner: object, kind: type) -> Value: ...
 
     def __get__(self, owner: object | None, kind: type) -> Value | Self:
-        """Return the value, which the object keeps; of the class, the declaration."""
+        """Return the value, computed once per object; on the class, the declaration."""
         if owner is None:
             return self
         value = vars(owner)[self.name] = self.compute(owner)
@@ -99,12 +99,12 @@ class Derived(Generic[Value]):
 
 
 def derived(**more: Any) -> Callable[[Callable[[Any], Value]], Derived[Value]]:
-    """Declare a method without arguments as a column that its docstring explains; `more` are attributes of `Column`."""
+    """Declare a method as a column whose meaning is its docstring; `more` are other attributes of `Column`."""
     return lambda compute: Derived(compute, **more)
 
 
 class Record:
-    """A frozen dataclass whose fields declare what they mean. Fields without a declaration stay out of JSON.
+    """A frozen dataclass whose fields can be columns. Other fields are left out of JSON.
 
     >>> @record
     ... class Length(Record):
@@ -120,11 +120,11 @@ class Record:
     """
 
     SECTION: ClassVar[str] = ""
-    """Heading of its keys in the JSON reference; empty: the class' name in words."""
+    """Heading of its keys in the JSON reference; empty for the name of the class in words."""
 
     @classmethod
     def columns(cls) -> Mapping[str, Column]:
-        """Return the declared columns by attribute: fields in their order, then what is derived from them."""
+        """Return the declared columns by attribute: fields in their order, then derived columns."""
         return _columns(cls)  # type: ignore[arg-type]  # a class is hashable; mypy asks its instances
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ class Record:
         return f"<{type(self).__name__}: {', '.join(shown)}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every declared column as JSON can hold it: arrays as nested lists, NaN as None."""
+        """Return every declared column as a JSON value: arrays as nested lists, NaN as None."""
         return {
             declared.key or name: json_value(getattr(self, name))
             for name, declared in self.columns().items()
@@ -157,14 +157,14 @@ def _columns(cls: type[Record]) -> dict[str, Column]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: what it is called, and the records whose columns it shows."""
+    """A line of a table: its name, and the records whose columns it shows."""
 
     name: str
     records: Sequence[Record]
 
 
 def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = "") -> Table:
-    """Return the table of the named columns, a line each; a column without any value is left out.
+    """Return a table of some columns, without those that are empty in every line.
 
     Args:
         title: above the table.
@@ -173,10 +173,10 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
         first: heading of the column that holds the lines' names.
     """
     declared = declarations([record for line in lines for record in line.records], names)
-    apart = "\n" if len(names) > _MOST_WIDE else " "
-    cells = {name: [_cell(line.records, name, apart) for line in lines] for name in names}
+    separator = "\n" if len(names) > _MOST_WIDE else " "
+    cells = {name: [_cell(line.records, name, separator) for line in lines] for name in names}
     shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
-    rows = [[folded(line.name, _LETTERS), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
+    rows = [[fold(line.name, _NAME_WIDTH), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
     return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)
 
 
@@ -186,22 +186,24 @@ def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, C
     return {name: known[name] for name in names}
 
 
-def _cell(records: Sequence[Record], name: str, apart: str) -> str:
+def _cell(records: Sequence[Record], name: str, separator: str) -> str:
     for record in records:
         if name in record.columns():
             interval = getattr(record, f"{name}_interval", None)
-            return record.columns()[name].cell(getattr(record, name), interval, apart)
+            return record.columns()[name].cell(getattr(record, name), interval, separator)
     return ""
 
 
 def explanation(declared: Sequence[Column]) -> Table:
-    """Return a table that says what columns mean, and their units."""
-    rows = [[" ".join(one.heading.removeprefix("#").split()), text.capital(one.meaning), one.unit] for one in declared]
+    """Return a table of the meanings and units of columns."""
+    rows = [
+        [" ".join(one.heading.removeprefix("#").split()), text.capitalise(one.meaning), one.unit] for one in declared
+    ]
     return Table("what the columns mean", ["column", "meaning", "unit"], rows)
 
 
 def long_form(labels: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], arrays: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield a row per index of some arrays of one shape: labels, coordinates, values.
+    """Yield a data frame's rows, one per index of arrays of one shape: labels, coordinates, values.
 
     Args:
         labels: columns that are the same in all rows.

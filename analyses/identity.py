@@ -1,4 +1,4 @@
-"""Which run a figure or a table shows, in the words that stand in its foot."""
+"""Identities of runs: what a reader needs to find a run again, as the foot of figures and tables shows it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.measurements import byte_shares, measured_steps
-from perturbkv.analyses.pairing import SIDE, apart, common, counted, short_names
+from perturbkv.analyses.measurements import Measurements, measured_steps
+from perturbkv.analyses.pairing import SIDE, common, distinct_choices, plural, short_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -20,29 +20,29 @@ from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
-_STORED = ("", "#bits", "#bytes /\nfull")
+_BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
 MOST_NAMED = 12
-"""A foot that names more configurations than this grows taller than its figure; the metadata name them all."""
+"""Largest number of configurations that a figure's foot names; its metadata names all."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a reader needs to find the run again.
+    """The identity of a run: model, data, configurations, digest and versions.
 
     Attributes:
         model, dataset: as the user named them.
-        samples, failed: complete and failed ones.
+        samples, failed: numbers of complete and of failed samples.
         configs: the configurations shown.
         trace: short digest of the trace file, or of the file of answers.
-        random_weights: True where the numbers say nothing of a trained model.
+        random_weights: whether the weights are random, so that the numbers say nothing of a trained model.
         made_with: versions.
-        scenario: what was compressed; said where it is not the whole prompt.
-        weights: the type that they are stored in → the run's, where they are quantised.
-        ended: complete samples left out because their text ends before the step shown.
-        source: what the digest is of: `trace`, `answers`, or the name of what else a run left.
-        measured: which layers of how many, such as `5 11 17 of 18`; empty where all were.
-        stored: of each configuration, bytes over those of the full cache in 16 bits, mean over samples; empty where
-            none stores few bits or is corrected, or the trace does not tell.
+        scenario: part of the prompt that was compressed; shown where it is not `regular`.
+        weights: type of quantised weights in the file and in the run; empty for others.
+        ended: number of complete samples left out because their text ends before the step shown.
+        source: what has the digest: `trace`, `answers`, or another file of a run.
+        measured_layers: layers and their total, such as `5 11 17 of 18`; empty where all were measured.
+        byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
+            none is quantised or corrected, or where they are unknown.
     """
 
     model: str
@@ -57,70 +57,74 @@ class RunIdentity:
     weights: str = ""
     ended: int = 0
     source: str = "trace"
-    measured: str = ""
-    stored: tuple[float, ...] = ()
+    measured_layers: str = ""
+    byte_shares: tuple[float, ...] = ()
 
-    def layer(self, place: int) -> int:
-        """Which decoder layer stands at a place along an axis of measured layers."""
-        return layer_types.parse_measured(self.measured)[0][place] if self.measured else place
+    def layer(self, index: int) -> int:
+        """Return the decoder layer at an index along the axis of measured layers."""
+        return layer_types.parse_measured(self.measured_layers)[0][index] if self.measured_layers else index
 
     def bytes_table(self) -> list[Table]:
-        """What each configuration takes where some store few bits or more than entries: these alone compare nothing."""
-        if not self.stored:
+        """Return a table of each configuration's bytes, where entries alone do not compare them; otherwise nothing."""
+        if not self.byte_shares:
             return []
         names = [name or config.label() for name, config in zip(short_names(self.configs), self.configs, strict=True)]
         rows = [[name, str(config.bits), f"{share:.2f}"]
-                for name, config, share in zip(names, self.configs, self.stored, strict=True)]  # fmt: skip
-        return [Table("what is stored: bytes over those of the full cache in 16 bits", _STORED, rows)]
+                for name, config, share in zip(names, self.configs, self.byte_shares, strict=True)]  # fmt: skip
+        return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 
-    def about_read(self) -> str:
-        """What held / full counts of configurations that evict nothing; empty where there are none."""
-        read = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
-        lined = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
-        said = ((read, text.READ_NOTE), (lined, text.SPARSE_PREFILL_NOTE))
-        return " ".join(f"{', '.join(names)}: {about}" for names, about in said if names)
+    def no_eviction_note(self) -> str:
+        """Return what held / full counts for configurations that evict nothing; empty where there are none."""
+        pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
+        prefills = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
+        notes = ((pages, text.READ_NOTE), (prefills, text.SPARSE_PREFILL_NOTE))
+        return " ".join(f"{', '.join(names)}: {note}" for names, note in notes if names)
 
     def lines(self) -> list[str]:
-        """Return the foot: the run, its configurations, and what those hold that evict nothing."""
+        """Return the lines of the foot: the run, its configurations, and the note on those that evict nothing."""
         words = [
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
             f"weights {self.weights}" if self.weights else "",
-            f"layers {self.measured} measured" if self.measured else "",
+            f"layers {self.measured_layers} measured" if self.measured_layers else "",
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
-            counted(self.samples, "sample"),
+            plural(self.samples, "sample"),
             f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
             f"{self.source} {self.trace or 'in memory'}",
             self.made_with,
         ]
-        return [" · ".join(map(escape_line, filter(None, words))), self._shown(), *filter(None, [self.about_read()])]
+        return [
+            " · ".join(map(escape_line, filter(None, words))),
+            self._configurations(),
+            *filter(None, [self.no_eviction_note()]),
+        ]
 
-    def _shown(self) -> str:
-        """What the configurations share, then what tells them apart: sides and settings where every pair is there."""
-        told = apart(self.configs)
-        sides, settings = ([_joined(words, of_side) for words in told] for of_side in (True, False))
+    def _configurations(self) -> str:
+        """Return the shared choices, then the distinct ones: sides and settings where each side has every setting."""
+        distinct = distinct_choices(self.configs)
+        sides, settings = ([_join_words(words, of_side) for words in distinct] for of_side in (True, False))
         parts = [list(dict.fromkeys(part)) for part in (sides, settings)]
         if len(parts[0]) * len(parts[1]) != len(self.configs):
-            parts = [[" ".join(words.values()) for words in told]]
+            parts = [[" ".join(words.values()) for words in distinct]]
         if sum(bool(name) for part in parts for name in part) > MOST_NAMED:
             parts = [[f"{len(self.configs)} configurations"]]
         return " · ".join(filter(None, (common(self.configs), *(" | ".join(filter(None, part)) for part in parts))))
 
 
-def _joined(words: dict[str, str], of_side: bool) -> str:
-    """Return the words of policy and selection, or those of everything else."""
+def _join_words(words: dict[str, str], of_side: bool) -> str:
+    """Return the words for policy and selection, or for all other choices."""
     return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
-    """Return the identity of a trace, of which some configurations are shown at one decode step."""
-    held = int((measured_steps(trace) > step).sum())
+    """Return the identity of a trace, with the configurations and the decode step that are shown."""
+    samples = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
-        samples=held,
+        samples=samples,
         failed=len(trace.failures),
         configs=tuple(configs),
         trace=trace.digest,
@@ -128,41 +132,43 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         made_with=f"perturbkv {trace.attrs.get('perturbkv_version', '')}".strip(),
         scenario=trace.run.scenario,
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
-        ended=int(trace.ok.sum()) - held,
-        measured=trace.attrs.get(MEASURED_LAYERS, ""),
-        stored=_stored(trace, configs),
+        ended=int(trace.ok.sum()) - samples,
+        measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
+        byte_shares=_trace_byte_shares(trace, configs),
     )
 
 
-def together(each: Sequence[RunIdentity]) -> RunIdentity:
-    """Of several traces: the first one's, with the models, data sets, digests and samples of all."""
+def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
+    """Return the first run's identity with the models, data sets, digests and numbers of samples of all."""
     return replace(
-        each[0],
-        model=", ".join(dict.fromkeys(one.model for one in each)),
-        dataset=", ".join(dict.fromkeys(one.dataset for one in each)),
-        trace=", ".join(one.trace for one in each),
-        samples=sum(one.samples for one in each),
-        failed=sum(one.failed for one in each),
-        ended=sum(one.ended for one in each),
+        runs[0],
+        model=", ".join(dict.fromkeys(run.model for run in runs)),
+        dataset=", ".join(dict.fromkeys(run.dataset for run in runs)),
+        trace=", ".join(run.trace for run in runs),
+        samples=sum(run.samples for run in runs),
+        failed=sum(run.failed for run in runs),
+        ended=sum(run.ended for run in runs),
     )
 
 
-def _stored(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
-    told = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not told or not trace.ok.any() or all(config.only_evicts for config in configs):
+def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
+    known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
+    if not known or not trace.ok.any() or all(config.only_evicts for config in configs):
         return ()
-    shares = byte_shares(trace, "identity")
+    shares = Measurements(trace, "identity").byte_shares
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)
 
 
-def of_answers(answers: WrittenAnswers) -> RunIdentity:
-    """Return the identity of what `perturbkv generate` left, every configuration of it."""
-    found = of_run(answers.run, answers.made_with, len(answers.rows), "answers", answers.digest)
-    return replace(found, stored=_stored_by_answers(answers))
+def answers_identity(answers: WrittenAnswers) -> RunIdentity:
+    """Return the identity of a file of answers that `perturbkv generate` wrote, with all its configurations."""
+    about = run_identity(answers.run, answers.made_with, len(answers.rows), "answers", answers.digest)
+    return replace(about, byte_shares=_answers_byte_shares(answers))
 
 
-def of_run(run: RunConfig, made: Mapping[str, Any], samples: int, source: str, digest: str = "") -> RunIdentity:
-    """Return the identity of what a run left that is no trace, every configuration of it; `made` is its provenance."""
+def run_identity(
+    run: RunConfig, provenance: Mapping[str, Any], samples: int, source: str, digest: str = ""
+) -> RunIdentity:
+    """Return the identity of a run whose result is no trace, with all its configurations."""
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,
@@ -171,14 +177,14 @@ def of_run(run: RunConfig, made: Mapping[str, Any], samples: int, source: str, d
         configs=run.configs,
         trace=digest,
         random_weights=run.random_weights,
-        made_with=f"perturbkv {made.get('perturbkv_version', '')}".strip(),
+        made_with=f"perturbkv {provenance.get('perturbkv_version', '')}".strip(),
         scenario=run.scenario,
-        weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
+        weights=str(provenance.get("weights", "")) if provenance.get("quantised_weights") is True else "",
         source=source,
-        measured=str(made.get(MEASURED_LAYERS, "")),
+        measured_layers=str(provenance.get(MEASURED_LAYERS, "")),
     )
 
 
-def _stored_by_answers(answers: WrittenAnswers) -> tuple[float, ...]:
+def _answers_byte_shares(answers: WrittenAnswers) -> tuple[float, ...]:
     each = [[row["evicted"][label].get("bytes_share") for row in answers.rows] for label in answers.run.labels()]
     return () if any(None in shares for shares in each) else tuple(float(np.mean(shares)) for shares in each)

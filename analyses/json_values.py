@@ -1,4 +1,4 @@
-"""Runs and configurations as JSON holds them: every choice as its own type, a configuration with its label."""
+"""Runs, configurations and results as JSON values: every choice with its own type, a configuration with its label."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
     "random_weights": lambda text: text == "true",
     "quantised_weights": lambda text: text == "true",
 }
-"""What stands in a trace's provenance, where it is no text."""
+"""Types of the entries of a trace's provenance that are no text."""
 
 
 def config_object(config: EvictionConfig) -> dict[str, Any]:
-    """Return the label, then every choice; a budget is a number: 128 are entries, 0.05 a share of the prompt."""
+    """Return a configuration's label and all its choices; a budget is 128 entries, or 0.05 of the prompt."""
     return {"label": config.label(), **config.to_document()}
 
 
-def columns_of(config: EvictionConfig) -> dict[str, str]:
-    """Return a configuration as columns of a data frame: its label, and of its choices those that are most asked for.
-
-    A budget is text: 128 are entries, 0.05 a share of the prompt.
-    """
+def config_columns(config: EvictionConfig) -> dict[str, str]:
+    """Return a configuration as columns of a data frame: label, policy, selection and budget, all as text."""
     return {
         "config": config.label(),
         "policy": config.policy.name,
@@ -40,31 +37,31 @@ def columns_of(config: EvictionConfig) -> dict[str, str]:
     }
 
 
-def config_of(document: Mapping[str, Any]) -> EvictionConfig:
-    """Return the configuration that `config_object` made this of."""
+def parse_config_object(document: Mapping[str, Any]) -> EvictionConfig:
+    """Return the configuration of an object from `config_object`."""
     return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
 
 
 def setting_object(configs: Iterable[EvictionConfig]) -> dict[str, Any]:
     """Return the choices that all of some configurations share."""
     first, *others = (config.to_document() for config in configs)
-    return {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def run_object(run: RunConfig) -> dict[str, Any]:
-    """Return a run as its trace stores it, each configuration with its label."""
+    """Return a run as its trace stores it, with labels of its configurations."""
     return {**json.loads(run.to_json()), "configs": [config_object(config) for config in run.configs]}
 
 
 def provenance_object(attrs: Mapping[str, str]) -> dict[str, Any]:
-    """Provenance, which a trace file holds as text, each entry as what it is."""
+    """Return a trace's provenance, which its file holds as text, with every entry in its own type."""
     return {name: _TYPES.get(name, str)(text) for name, text in attrs.items()}
 
 
 def json_value(value: Any) -> Any:
-    """Return the value as JSON can hold it: arrays as nested lists, NaN and infinities as None.
+    """Return a value that JSON can hold: arrays as nested lists, NaN and infinities as None.
 
-    A record is its declared columns, another dataclass its fields, a configuration its object, a budget its number.
+    A record becomes its declared columns, another dataclass its fields, a budget its number.
     """
     if isinstance(value, EvictionConfig):
         return config_object(value)

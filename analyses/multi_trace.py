@@ -1,6 +1,6 @@
-"""Which traces may be looked at as one: graded answers of different prompts, one model, the same configurations.
+"""Checks of several traces that are analysed as one: graded answers, one model, equal configurations, distinct prompts.
 
-No prompt may count twice: one can stand in two traces under other names of its file, its data set or its metric.
+The same prompt can be in two traces under different names of its file, its data set or its metric.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 
-def check_once(traces: Sequence[Trace], named: Callable[[Trace], str]) -> None:
-    """Raise TraceError for a prompt that two of the traces hold; `named` says how a trace is called."""
-    seen: dict[str, str] = {}
+def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Trace], str]) -> None:
+    """Raise TraceError for a prompt that is in two of the traces."""
+    locations: dict[str, str] = {}
     for trace in traces:
-        found: dict[str, str] = {}
-        for place in np.flatnonzero(trace.ok):
-            where = f"sample '{trace.sample_ids[place]}' of {trace.run.dataset} in {named(trace)}"
-            keys = _keys(trace, int(place))
-            if before := next((seen[key] for key in keys if key in seen), None):
-                msg = f"expected every prompt once, got {before} and {where}, the same; leave one of the traces out"
+        own: dict[str, str] = {}
+        for index in np.flatnonzero(trace.ok):
+            location = f"sample '{trace.sample_ids[index]}' of {trace.run.dataset} in {trace_name(trace)}"
+            keys = _prompt_keys(trace, int(index))
+            if other := next((locations[key] for key in keys if key in locations), None):
+                msg = f"expected every prompt once, got {other} and {location}, the same; leave one of the traces out"
                 raise TraceError(msg)
-            found |= dict.fromkeys(keys, where)
-        seen |= found
+            own |= dict.fromkeys(keys, location)
+        locations |= own
 
 
-def _keys(trace: Trace, place: int) -> list[str]:
-    """What tells a prompt: where it comes from and its name there; and, where its text is stored, its tokens."""
-    keys = [json.dumps([_origin(trace), trace.sample_ids[place]])]
-    if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][place])):
-        start = int(trace.arrays["prompt_offset"][place])
+def _prompt_keys(trace: Trace, index: int) -> list[str]:
+    """Return the keys that identify a prompt: its source and its name there, and a digest of its tokens if stored."""
+    keys = [json.dumps([_origin(trace), trace.sample_ids[index]])]
+    if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
+        start = int(trace.arrays["prompt_offset"][index])
         tokens = np.asarray(trace.arrays["prompt_token"][start : start + count], dtype=np.int32)
         keys.append(hashlib.sha256(tokens.tobytes()).hexdigest())
     return keys
 
 
 def _origin(trace: Trace) -> object:
-    """Return the content of the file, whatever its name; else the data set and what it was made with."""
+    """Return the digest of the user's file of prompts; without one, the data set, its options and the seed."""
     options = trace.run.dataset_options
     if digest := options.get("file_sha256"):
         return digest
@@ -51,56 +51,56 @@ def _origin(trace: Trace) -> object:
 
 
 _SHARED = ("model", "revision", "scenario", "dtype", "cache")
-"""What such traces have in common; those of one data set also whether their prompts went through a chat template."""
+"""Settings that such traces share; those of one data set also share the use of a chat template."""
 
 
-def as_traces(given: Any) -> tuple[Trace, ...]:
-    """Return a trace, or a series of them, as a tuple. Raises TraceError for anything else."""
-    series = isinstance(given, Iterable) and not isinstance(given, Trace | str)
-    held = tuple(given) if series else (given,)
-    for one in held:
-        if not isinstance(one, Trace):
-            msg = f"expected traces, as pk.read_trace or pk.measure give them; got {type(one).__name__}"
+def as_traces(traces: Any) -> tuple[Trace, ...]:
+    """Return a trace, or several, as a tuple. Raises TraceError for anything else."""
+    several = isinstance(traces, Iterable) and not isinstance(traces, Trace | str)
+    members = tuple(traces) if several else (traces,)
+    for member in members:
+        if not isinstance(member, Trace):
+            msg = f"expected traces, as pk.read_trace or pk.measure give them; got {type(member).__name__}"
             raise TraceError(msg)
-    return held
+    return members
 
 
 def check_together(traces: Sequence[Trace], analysis: str) -> None:
-    """Raise TraceError for traces that hold no answers, or do not belong together."""
+    """Raise TraceError for traces without graded answers, of different settings, or with a common prompt."""
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"
         raise TraceError(msg)
-    for place, trace in enumerate(traces):
+    for index, trace in enumerate(traces):
         _check_answers(trace, analysis)
-        for other in traces[:place]:
-            _check_alike(other, trace)
-    check_once(traces, _named)
+        for other in traces[:index]:
+            _check_equal_settings(other, trace)
+    check_no_duplicate_prompts(traces, _trace_name)
 
 
 def _check_answers(trace: Trace, analysis: str) -> None:
     if not {"score", "score_full"} <= trace.arrays.keys():
         msg = (
-            f"{analysis} needs graded answers, {_named(trace)} holds none; make a trace that does: "
+            f"{analysis} needs graded answers, {_trace_name(trace)} holds none; make a trace that does: "
             f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
         )
         raise TraceError(msg)
 
 
-def _check_alike(first: Trace, other: Trace) -> None:
+def _check_equal_settings(first: Trace, other: Trace) -> None:
     shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
-    wrong = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
-    if wrong:
-        told = [f"{getattr(trace.run, wrong[0])} in {_named(trace)}" for trace in (first, other)]
-        msg = f"expected traces of one {wrong[0].replace('_', ' ')}, got {' and '.join(told)}; give them singly"
+    different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
+    if different:
+        values = [f"{getattr(trace.run, different[0])} in {_trace_name(trace)}" for trace in (first, other)]
+        msg = f"expected traces of one {different[0].replace('_', ' ')}, got {' and '.join(values)}; give them singly"
         raise TraceError(msg)
     if missing := set(first.run.configs) ^ set(other.run.configs):
         label = min(config.label() for config in missing)
         msg = (
-            f"expected the same configurations in every trace, got '{label}' in only one of {_named(first)} and "
-            f"{_named(other)}; measure what is missing, or give the traces singly"
+            f"expected the same configurations in every trace, got '{label}' in only one of {_trace_name(first)} and "
+            f"{_trace_name(other)}; measure what is missing, or give the traces singly"
         )
         raise TraceError(msg)
 
 
-def _named(trace: Trace) -> str:
+def _trace_name(trace: Trace) -> str:
     return trace.source or f"a trace of {trace.run.dataset}"

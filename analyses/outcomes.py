@@ -1,10 +1,9 @@
-"""Rows and settings that several analyses share: configurations against a baseline, from heads to the next token."""
+"""Configurations against a baseline: rows, settings and results that `ablation` and several questions share."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,47 +13,39 @@ from perturbkv.analyses.columns import Line, Record, column, derived, interval, 
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of, setting_object
+from perturbkv.analyses.json_values import config_columns, setting_object
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import interval_at
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """KL(full ‖ evicted) of the next token's distribution, in nat: the median over samples, with its interval."""
-
-    median: float
-    interval: Scalar
-
-
 @record
 class ComparisonRow(HeadComparison):
-    """A comparison of heads as one line of a table: both kinds of perturbation beside each other."""
+    """A comparison of heads as a line of a table, isolated and propagated perturbation side by side."""
 
     @property
-    def isolated_ratio_interval(self) -> Scalar:
+    def isolated_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `isolated_ratio`."""
         return self.isolated.sum_ratio_interval
 
     @property
-    def propagated_ratio_interval(self) -> Scalar:
+    def propagated_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `propagated_ratio`."""
         return self.propagated.sum_ratio_interval
 
     @property
-    def median_ratio_interval(self) -> Scalar:
+    def median_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `median_ratio`."""
         return self.propagated.median_ratio_interval
 
     @property
-    def better_share_interval(self) -> Scalar:
+    def better_share_interval(self) -> OptionalInterval:
         """The interval of the column `better_share`."""
         return self.propagated.better_share_interval
 
@@ -81,7 +72,7 @@ class ComparisonRow(HeadComparison):
 
 @record
 class Outcome(ComparisonRow):
-    """A configuration against a baseline: its heads, the drift after the last layer, and the next token."""
+    """A configuration against a baseline: heads, drift after the last layer, and KL of the next token."""
 
     SECTION = "outcome"
 
@@ -89,38 +80,39 @@ class Outcome(ComparisonRow):
         "mean drift after the last layer over the baseline's; NaN where that does not drift",
         heading="#last layer's\ndrift",
     )
-    drift_ratio_interval: Scalar = interval()
+    drift_ratio_interval: OptionalInterval = interval()
     kl_median: float = column(
         "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL of the next\ntoken, nat",
-        text=text.significant,
+        text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
 
     @classmethod
-    def of(
+    def compare(
         cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
     ) -> Self:
-        """Return the outcome of a treatment. Raises as `head_comparison.summarise` and `drift.summarise`."""
+        """Return the outcome of a treatment, with `more` fields.
+
+        Raises as `head_comparison.summarise` and `drift.summarise`.
+        """
         drift = layers.summarise(trace, baseline, treatment, step=step)
-        kl = divergence(trace, analysis, treatment, step)
         return cls(
-            **fields_of(head_comparison.summarise(trace, baseline, treatment, step)),
+            **field_values(head_comparison.summarise(trace, baseline, treatment, step)),
             drift_ratio=float(drift.ratio[-1]),
             drift_ratio_interval=interval_at(drift.ratio_interval, -1),
-            kl_median=kl.median,
-            kl_median_interval=kl.interval,
+            **next_token_kl(trace, analysis, treatment, step),
             **more,
         )
 
 
-def fields_of(comparison: HeadComparison) -> dict[str, Any]:
-    """Return a comparison's fields by name, from which a row that extends it is made."""
+def field_values(comparison: HeadComparison) -> dict[str, Any]:
+    """Return a comparison's fields by name, as arguments for a subclass."""
     return {field.name: getattr(comparison, field.name) for field in dataclasses.fields(comparison)}
 
 
 @record
 class BaselineSetting(Record):
-    """Configurations that share all choices but those that are compared, each against one baseline.
+    """Configurations that differ only in the choices under comparison, each against one baseline.
 
     Attributes:
         identity: of the run, with these configurations.
@@ -157,21 +149,21 @@ class OutcomeSetting(BaselineSetting):
     rows: tuple[Outcome, ...] = column("one per configuration that is compared")
     kl_median: float = column(
         "the baseline's KL(full ‖ evicted) of the next token, median over samples", unit="nat",
-        heading="#KL of the next\ntoken, nat", text=text.significant,
+        heading="#KL of the next\ntoken, nat", text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
 
 
-def divergence(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> Divergence:
-    """Return the KL of one configuration. Raises TraceError and ConfigError as `Measurements`."""
-    measured = Measurements(trace, analysis, step)
-    kl = measured["logit_kl"][:, [measured.index(config)]]
-    return Divergence(float(np.median(kl)), interval_at(intervals.of_medians(kl), 0))
+def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
+    """Return the columns `kl_median` and `kl_median_interval` of one configuration. Raises as `Measurements`."""
+    measurements = Measurements(trace, analysis, step)
+    kl = measurements["logit_kl"][:, measurements.index(config)]
+    return {"kl_median": float(np.median(kl)), "kl_median_interval": intervals.of_median(kl)}
 
 
 @record
 class SettingsResult(Result):
-    """A result of at least one setting, each with its lines beneath its name in one table.
+    """A result of one or several settings, in one table with the lines of each setting under its name.
 
     Attributes:
         settings: one by one.
@@ -187,26 +179,26 @@ class SettingsResult(Result):
     identity: RunIdentity
 
     @classmethod
-    def of(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
+    def from_settings(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
         """Return the result of a trace's settings, with `more` fields."""
         configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
         return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
 
     def setting_names(self) -> list[str]:
-        """Return what tells each setting from the others; empty where there is but one."""
+        """Return a distinct name of each setting; empty for a single one."""
         return short_names([setting.baseline for setting in self.settings], *self.IGNORED)
 
     def lines(self) -> Sequence[Line]:
-        """Return the lines of each setting, beneath its name where there are several."""
+        """Return the lines of each setting, under its name where there are several."""
         if len(self.settings) == 1:
             return list(self.settings[0].lines())
         named = zip(self.setting_names(), self.settings, strict=True)
         return [line for name, setting in named for line in (Line(name or setting.setting, ()), *setting.lines())]
 
 
-def by_head(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
-    """Return a row per kind of perturbation, layer and head: both configurations, the labels, and the numbers."""
-    sides = {**columns_of(comparison.treatment), "baseline": comparison.baseline.label()}
+def head_rows(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
+    """Return a data frame's rows, one per kind of perturbation, layer and head: configurations, labels, numbers."""
+    sides = {**config_columns(comparison.treatment), "baseline": comparison.baseline.label()}
     layers = [comparison.identity.layer(index) for index in range(len(comparison.flagged))]
     kinds = (comparison.isolated, comparison.propagated)
     return [row for kind in kinds for row in kind.records(layers, **sides, **labels, kind=kind.name)]

@@ -1,10 +1,6 @@
-"""The two sides of a comparison: which configurations they are, and what they are called.
+"""Pairs and groups of configurations to compare, and short names that distinguish configurations.
 
-Which configurations of a run are the two sides of one comparison.
-
-Short names for configurations that are shown side by side, from their choices: only what tells them apart.
-
-Which configurations of a prompt may be ranked against each other (METHOD: the protocol, 5 and 7).
+Groups of configurations of one prompt that may be ranked against each other: METHOD, the protocol, 5 and 7.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
 
-class OfPair:
-    """What compares two configurations: in a notebook one line says which, its arrays are left out."""
+class PairRecord:
+    """A comparison of two configurations, shown in a notebook by their labels alone."""
 
     baseline: EvictionConfig
     treatment: EvictionConfig
@@ -45,27 +41,27 @@ Sides = str | Iterable[str]
 """One side of a comparison, or several: a selection, a policy, or policy:selection each."""
 
 
-def checked(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
+def check_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
     """Return the treatments, one or several, as a tuple.
 
-    Raises TraceError where `trace` is none, ConfigError for sides that are no names, for no treatment, and for one
-    that is there twice.
+    Raises TraceError for anything but a trace, ConfigError for sides that are no names, for no treatment, and for a
+    repeated one.
     """
     if not isinstance(trace, Trace):
         msg = f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}"
         raise TraceError(msg)
-    series = isinstance(treatments, Iterable) and not isinstance(treatments, str)
-    found = tuple(treatments) if series else (treatments,)
-    wrong = [side for side in (baseline, *found) if not isinstance(side, str)]
-    if wrong or not found or len({*found}) < len(found):
-        got = "none" if not found else f"{type(wrong[0]).__name__}" if wrong else f"one of {', '.join(found)} twice"
+    several = isinstance(treatments, Iterable) and not isinstance(treatments, str)
+    names = tuple(treatments) if several else (treatments,)
+    wrong = [side for side in (baseline, *names) if not isinstance(side, str)]
+    if wrong or not names or len({*names}) < len(names):
+        got = "none" if not names else f"{type(wrong[0]).__name__}" if wrong else f"one of {', '.join(names)} twice"
         msg = f"expected names of selections or policies, such as 'two-stage' or 'adakv:two-stage', got {got}"
         raise ConfigError(msg)
-    return found
+    return names
 
 
 def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
-    """Return a pair as the columns of a table: both labels, what their sides are, and the budget that they share."""
+    """Return a pair as columns of a data frame: labels, policies and selections of both sides, and their budget."""
     both = (("baseline", baseline), ("treatment", treatment))
     return {
         **{name: config.label() for name, config in both},
@@ -76,271 +72,279 @@ def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[st
 
 
 def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
-    """Return every two configurations, baseline and treatment, that differ in selection (and policy) alone.
+    """Return the pairs of baseline and treatment that differ in selection (and policy) alone.
 
     A side is a selection (`two-stage`, `two-stage(alpha=0.5)`), a policy and a selection (`snapkv:two-stage`), or a
-    policy. Two selections are
-    compared within each policy; a selection against a policy is that of the run's first policy that has it. Raises
-    TraceError where the run holds no such pair.
+    policy. Two selections are compared within each policy; a selection against a policy is that of the run's first
+    policy that has it. Raises TraceError where the run has no such pair.
     """
-    named = {f"policy_{option}" for side in (baseline, treatment) for option in _options(side)}
-    within = _of_any_policy(baseline) and _of_any_policy(treatment)
-    firsts, seconds = (_side(run, side, every=within) for side in (baseline, treatment))
-    found = [
+    free = {f"policy_{option}" for side in (baseline, treatment) for option in _named_options(side)}
+    within = _is_selection(baseline) and _is_selection(treatment)
+    firsts, seconds = (_side_configs(run, side, every_policy=within) for side in (baseline, treatment))
+    matched = [
         (first, second)
         for second in seconds
-        for first in _fitting(
-            [one for one in firsts if not within or one.policy.name == second.policy.name], second, named
+        for first in _matching_baselines(
+            [config for config in firsts if not within or config.policy.name == second.policy.name], second, free
         )
     ]
-    if not found:
-        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_held(run)}"
+    if not matched:
+        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_sides(run)}"
         raise TraceError(msg)
-    return sorted(found, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
+    return sorted(matched, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
 
 
-def _options(side: str) -> set[str]:
-    """Options that a side names, which may then differ between the sides."""
+def _named_options(side: str) -> set[str]:
+    """Return the options that a side names, which may then differ between the sides."""
     return {name or "by" for part in split_policy_and_selection(side) for name in parse(part).options}
 
 
-def _fitting(firsts: list[EvictionConfig], second: EvictionConfig, named: set[str]) -> list[EvictionConfig]:
-    """Baselines of a treatment: of its stage 1 and group if there are any, else the first that is alike."""
-    alike = [first for first in firsts if first != second and _alike(first, second, named)]
-    same = [first for first in alike if _agree(first.selection, second.selection, _STAGE1)]
-    close = [
-        first
-        for first in same
-        if _agree(first.selection, second.selection) and _agree(first.granularity, second.granularity)
+def _matching_baselines(
+    candidates: list[EvictionConfig], treatment: EvictionConfig, free: set[str]
+) -> list[EvictionConfig]:
+    """Return a treatment's baselines: those with its stage 1 and granularity if there are any, else the first."""
+    comparable = [one for one in candidates if one != treatment and _equal_except_sides(one, treatment, free)]
+    same_stage = [one for one in comparable if _agree(one.selection, treatment.selection, _STAGE1)]
+    closest = [
+        one
+        for one in same_stage
+        if _agree(one.selection, treatment.selection) and _agree(one.granularity, treatment.granularity)
     ]
-    return close or same or alike[:1]
+    return closest or same_stage or comparable[:1]
 
 
-def _side(run: RunConfig, side: str, every: bool) -> list[EvictionConfig]:
-    """Configurations of one side; of a bare selection those of the first policy, unless `every` one's are wanted."""
-    found = [config for config in run.configs if matches(config, side)]
-    if every or not _of_any_policy(side):
-        return found
-    return [one for one in found if one.policy.name == found[0].policy.name]
+def _side_configs(run: RunConfig, side: str, every_policy: bool) -> list[EvictionConfig]:
+    """Return the configurations of a side; for a selection alone those of the first policy, or of every policy."""
+    configs = [config for config in run.configs if matches(config, side)]
+    if every_policy or not _is_selection(side):
+        return configs
+    return [config for config in configs if config.policy.name == configs[0].policy.name]
 
 
-def _of_any_policy(side: str) -> bool:
-    """Return whether a side is a selection alone."""
+def _is_selection(side: str) -> bool:
+    """Return whether a side is a selection without a policy."""
     return len(split_policy_and_selection(side)) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
-    """Return the same pairs, those together that differ in budget alone, smallest first. Raises as `pairs`."""
-    found: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
-    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: order(pair[0])):
-        found.setdefault(tuple(map(_at_any_budget, pair)), []).append(pair)
-    return list(found.values())
+    """Return the pairs in groups that differ in budget alone, the smallest first. Raises as `pairs`."""
+    groups: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
+    for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: budget_order(pair[0])):
+        groups.setdefault(tuple(map(_without_budget, pair)), []).append(pair)
+    return list(groups.values())
 
 
 def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """Return the series of every treatment, one after the other. Raises as `checked` and `pairs`."""
+    """Return the `series` of every treatment. Raises as `check_sides` and `pairs`."""
     return [
-        found for treatment in checked(trace, baseline, treatments) for found in series(trace.run, baseline, treatment)
+        group
+        for treatment in check_sides(trace, baseline, treatments)
+        for group in series(trace.run, baseline, treatment)
     ]
 
 
 def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
-    """Return both sides of each pair."""
+    """Return both configurations of each pair."""
     return [config for pair in pairs for config in pair]
 
 
-def _held(run: RunConfig) -> str:
+def _sides(run: RunConfig) -> str:
+    """Return the policies and selections of a run, for error messages."""
     return ", ".join(dict.fromkeys(f"{config.policy.name}:{config.selection.name}" for config in run.configs))
 
 
 def matches(config: EvictionConfig, side: str) -> bool:
-    """Return whether a configuration is of a side: its names, and every option that the side gives."""
-    told = [parse(part) for part in split_policy_and_selection(side)]
-    if len(told) == 1:
-        return _fits(told[0], config.selection) or _fits(told[0], config.policy)
-    return len(told) == 2 and _fits(told[0], config.policy) and _fits(told[1], config.selection)
+    """Return whether a configuration is of a side: has its names, and every option that the side gives."""
+    parts = [parse(part) for part in split_policy_and_selection(side)]
+    if len(parts) == 1:
+        return _matches_choice(parts[0], config.selection) or _matches_choice(parts[0], config.policy)
+    return len(parts) == 2 and _matches_choice(parts[0], config.policy) and _matches_choice(parts[1], config.selection)
 
 
-def _fits(told: Choice, held: Choice) -> bool:
-    """Return whether a choice is the one that is told; the score that a policy ranks by may stand without a name."""
-    return told.name == held.name and all(_has(held, name, value) for name, value in told.options.items())
+def _matches_choice(request: Choice, choice: Choice) -> bool:
+    """Return whether a choice has the requested name and options; a policy's score may come without `by=`."""
+    return request.name == choice.name and all(
+        _has_option(choice, name, value) for name, value in request.options.items()
+    )
 
 
-def _has(held: Choice, name: str, value: Any) -> bool:
-    """Return whether a choice has an option of this value: one of the name.
-
-    Without a name `by`, or any where it has no by.
-    """
-    if name == UNNAMED and "by" not in held.options:
-        return any(_means(value, one) for one in held.options.values())
+def _has_option(choice: Choice, name: str, value: Any) -> bool:
+    """Return whether an option has the requested value; a value without a name is that of `by`, else of any option."""
+    if name == UNNAMED and "by" not in choice.options:
+        return any(_matches_value(value, option) for option in choice.options.values())
     name = name or "by"
-    return name in held.options and _means(value, held.options[name])
+    return name in choice.options and _matches_value(value, choice.options[name])
 
 
-def _means(told: Any, held: Any) -> bool:
-    """Return whether an option is what is told of it."""
-    if isinstance(held, Choice):
-        return isinstance(told, str | Choice) and _fits(as_choice(told), held)
-    if isinstance(held, AlphaTable):
-        return str(told) == str(held) or Path(str(told)).name == held.name
-    return bool(("none" if told is None else told) == held)
+def _matches_value(request: Any, value: Any) -> bool:
+    """Return whether an option's value is the requested one."""
+    if isinstance(value, Choice):
+        return isinstance(request, str | Choice) and _matches_choice(as_choice(request), value)
+    if isinstance(value, AlphaTable):
+        return str(request) == str(value) or Path(str(request)).name == value.name
+    return bool(("none" if request is None else request) == value)
 
 
-def _alike(first: EvictionConfig, second: EvictionConfig, named: set[str]) -> bool:
-    """Return whether all but the selection and what is `named` is alike: what both have, as an idle option is none.
+def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set[str]) -> bool:
+    """Return whether the choices that both have are equal, but for the selection, another policy and what is `free`.
 
-    Different systems have different options and look back differently: that is part of what they are.
+    Different policies have different options and windows: these are part of them.
     """
     systems = () if first.policy.name == second.policy.name else ("policy", "window")
-    free, one, other = ("selection", "granularity_product", *systems), first.flat(), second.flat()
-    both = (one.keys() & other.keys()) - named
-    return all(one[name] == other[name] for name in both if not name.startswith(free))
+    sides, one, other = ("selection", "granularity_product", *systems), first.flat(), second.flat()
+    common_names = (one.keys() & other.keys()) - free
+    return all(one[name] == other[name] for name in common_names if not name.startswith(sides))
 
 
 def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
-    """Return whether two choices have the same values of the options that both have, or of the named ones."""
-    both = first.options.keys() & second.options.keys() if names is None else names
-    return all(first.options.get(name) == second.options.get(name) for name in both)
+    """Return whether two choices have equal values of the named options, by default of those that both have."""
+    names = first.options.keys() & second.options.keys() if names is None else names
+    return all(first.options.get(name) == second.options.get(name) for name in names)
 
 
-def of_selection(run: RunConfig, side: str) -> list[int]:
-    """Places of the configurations of one side, by α, then budget: fractions before tokens.
+def side_indices(run: RunConfig, side: str) -> list[int]:
+    """Return the indices of a side's configurations, by α, then budget: fractions before tokens.
 
-    Raises TraceError where the run holds none.
+    Raises TraceError where the run has none.
     """
-    found = [place for place, config in enumerate(run.configs) if matches(config, side)]
-    if not found:
-        msg = f"expected configurations of '{side}', got a trace of {_held(run)}"
+    indices = [index for index, config in enumerate(run.configs) if matches(config, side)]
+    if not indices:
+        msg = f"expected configurations of '{side}', got a trace of {_sides(run)}"
         raise TraceError(msg)
-    return sorted(found, key=lambda place: order(run.configs[place]))
+    return sorted(indices, key=lambda index: budget_order(run.configs[index]))
 
 
-def order(config: EvictionConfig) -> tuple[float, bool, float]:
-    """Sorts configurations by α, of a table its mean, then budget: fractions before tokens."""
+def budget_order(config: EvictionConfig) -> tuple[float, bool, float]:
+    """Return the sort key of a configuration: α, for a table its mean, then budget, fractions before tokens."""
     return config.mean_alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
-def by_selection(run: RunConfig) -> list[dict[str, int]]:
-    """Configurations that differ in selection alone: selection -> place; one entry per policy, α, budget, …."""
-    return [{run.configs[place].selection.name: place for place in group} for group in settings(run, "selection")]
+def group_by_selection(run: RunConfig) -> list[dict[str, int]]:
+    """Return selection -> index for each group of configurations that differ in selection alone."""
+    return [{run.configs[index].selection.name: index for index in group} for group in group_settings(run, "selection")]
 
 
-def settings(run: RunConfig, *free: str) -> list[list[int]]:
-    """Places of the configurations that differ in the `free` choices alone, as `EvictionConfig.flat` names them.
+def group_settings(run: RunConfig, *free: str) -> list[list[int]]:
+    """Return the indices of groups of configurations that differ in the `free` choices alone.
 
-    A configuration that lacks an option goes with every value of it.
+    Choices are named as in `EvictionConfig.flat`. A configuration without an option is in the group of each value.
     """
-    flat = [{name: value for name, value in one.flat().items() if name not in free} for one in run.configs]
-    groups = [tuple(range(len(flat)))]
-    for name in dict.fromkeys(name for one in flat for name in one):
-        groups = list(dict.fromkeys(part for group in groups for part in _parted(group, flat, name)))
-    whole = [group for group in groups if not any(set(group) < set(other) for other in groups)]
-    return [list(group) for group in sorted(whole, key=lambda group: min(order(run.configs[place]) for place in group))]
+    choices = [{name: value for name, value in config.flat().items() if name not in free} for config in run.configs]
+    groups = [tuple(range(len(choices)))]
+    for name in dict.fromkeys(name for config in choices for name in config):
+        groups = list(dict.fromkeys(part for group in groups for part in _split_by_value(group, choices, name)))
+    largest = [group for group in groups if not any(set(group) < set(other) for other in groups)]
+    return sorted(map(list, largest), key=lambda group: min(budget_order(run.configs[index]) for index in group))
 
 
-def _parted(group: tuple[int, ...], flat: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
-    """Return a group for each value of a choice, together with those that lack it."""
-    values = dict.fromkeys(flat[place][name] for place in group if name in flat[place])
-    parts = [tuple(place for place in group if flat[place].get(name, value) == value) for value in values]
+def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
+    """Return a group for each value of a choice, each with the configurations that lack the choice."""
+    values = dict.fromkeys(choices[index][name] for index in group if name in choices[index])
+    parts = [tuple(index for index in group if choices[index].get(name, value) == value) for value in values]
     return parts or [group]
 
 
 def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
-    """Places of one side's configurations, or of all, those together that differ in budget alone.
+    """Return the indices of groups that differ in budget alone, of one side's configurations or of all.
 
-    Raises as `of_selection`.
+    Raises as `side_indices`.
     """
-    found: dict[EvictionConfig, list[int]] = {}
-    for place in range(len(run.configs)) if side is None else of_selection(run, side):
-        found.setdefault(_at_any_budget(run.configs[place]), []).append(place)
-    return list(found.values())
+    groups: dict[EvictionConfig, list[int]] = {}
+    for index in range(len(run.configs)) if side is None else side_indices(run, side):
+        groups.setdefault(_without_budget(run.configs[index]), []).append(index)
+    return list(groups.values())
 
 
-def _at_any_budget(config: EvictionConfig) -> EvictionConfig:
-    """Return one configuration for all that differ in budget alone."""
+def _without_budget(config: EvictionConfig) -> EvictionConfig:
+    """Return a configuration that all which differ in budget alone share."""
     return dataclasses.replace(config, budget=Budget(1.0))
 
 
 SIDE = ("policy", "selection")
-"""The choices that the sides of a comparison differ in."""
+"""Choices in which the sides of a comparison differ."""
 OWNERS = (*SIDE, "granularity", "precision", "correction")
-"""The choices that have options."""
+"""Choices that have options."""
 _PLAIN = ("budget", "window", "protect_first", "protect_recent")
-_UNSAID = ("full", "none")
-"""Precision and correction that a label leaves out."""
+_DEFAULTS = ("full", "none")
+"""Precision and correction that labels leave out."""
 _PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
 
 
-def counted(number: int, word: str, many: str = "") -> str:
-    """Return '1 sample', '8 samples', or with `many` '8 batches'."""
+def plural(number: int, word: str, many: str = "") -> str:
+    """Return a number with its noun: '1 sample', '8 samples', or with the plural in `many` '8 batches'."""
     return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
 
 def setting_name(config: EvictionConfig, *more: str) -> str:
-    """What the sides of a comparison share: a configuration without policy and selection, and without `more`."""
+    """Return a configuration's choices without policy and selection, which a comparison's sides share, and `more`."""
     return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *more))
 
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
-    """Return the choices that all configurations share, those of `without` left out."""
-    shared = _shared(configs) - set(without)
-    said = {choice: word for one in configs for choice, word in one.label_parts().items() if choice in shared}
-    return " ".join(said.values())
+    """Return the choices that all configurations share, those in `without` left out."""
+    shared = _shared_choices(configs) - set(without)
+    words = {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
+    return " ".join(words.values())
 
 
-def apart(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
-    """Of each configuration the choices that not all share, those of `without` left out."""
-    known = {*_shared(configs), *without}
+def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
+    """Return each configuration's choices that are not shared by all, those in `without` left out."""
+    hidden = {*_shared_choices(configs), *without}
     return [
-        {choice: word for choice, word in config.label_parts().items() if choice not in known} for config in configs
+        {choice: word for choice, word in config.label_parts().items() if choice not in hidden} for config in configs
     ]
 
 
 def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
-    """Return each label without what all configurations share: 'adakv(floor=0.1):two-stage b=64'.
+    """Return each label without the choices that all configurations share: 'adakv(floor=0.1):two-stage b=64'.
 
-    Empty where there is but one configuration. Choices of `without` are left out too.
+    Empty for a single configuration. Choices in `without` are left out, too.
     """
-    words = apart(configs, *without)
-    written = [{name: _with_options(getattr(config, name), own) for name in OWNERS}
-               for config, own in zip(configs, words, strict=True)]  # fmt: skip
-    telling = {name for name in OWNERS if name not in without and any("(" in texts[name] for texts in written)}
-    return [_short_label(own, texts, telling) for own, texts in zip(words, written, strict=True)]
+    distinct = distinct_choices(configs, *without)
+    texts = [{name: _with_options(getattr(config, name), words) for name in OWNERS}
+             for config, words in zip(configs, distinct, strict=True)]  # fmt: skip
+    varied = {name for name in OWNERS if name not in without and any("(" in own[name] for own in texts)}
+    return [_short_label(words, own, varied) for words, own in zip(distinct, texts, strict=True)]
 
 
-def _short_label(words: Mapping[str, str], written: Mapping[str, str], telling: Collection[str]) -> str:
-    """Return the parts of a label that the words name, in the label's order and notation.
+def method_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """Return the short name of each configuration; 'evicted' where nothing distinguishes it."""
+    return [name or "evicted" for name in short_names(configs, *without)]
+
+
+def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Collection[str]) -> str:
+    """Return the parts of a label that distinguish configurations, in the label's order and notation.
 
     Args:
-        words: choice -> its word, of the choices that tell configurations apart.
-        written: each choice that has options, as it is written with those that tell.
-        telling: those of them that have such options in any of the configurations.
+        words: choice -> its word, for the choices that differ.
+        texts: each choice that can have options -> its notation with the options that differ.
+        varied: those of them whose options differ between any of the configurations.
     """
-    named = {name: text for name, text in written.items() if name in words or name in telling or "(" in text}
+    named = {name: text for name, text in texts.items() if name in words or name in varied or "(" in text}
     sides = ":".join(named.pop(name) for name in SIDE if name in named)
-    named = {name: text for name, text in named.items() if text not in _UNSAID}
+    named = {name: text for name, text in named.items() if text not in _DEFAULTS}
     rest = [word for name, word in words.items() if name in _PLAIN]
     return " ".join([*([sides] if sides else []), *rest, *named.values()])
 
 
 def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
-    """What tells curves over budgets apart, one configuration of each: of a single curve its selection."""
+    """Return names of curves over budgets by one configuration each; the name of a single curve is its selection."""
     return [name or config.selection.name for name, config in zip(short_names(configs, "budget"), configs, strict=True)]
 
 
-def choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
-    """Policy and selection of both sides of a comparison, each with those of its options that tell the sides apart."""
+def _side_choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
+    """Return policy and selection of both sides, with the options in which the sides differ."""
     both = (baseline, treatment)
     first, second = (
-        [_with_options(getattr(config, owner), told) for owner in SIDE]
-        for config, told in zip(both, apart(both), strict=True)
+        [_with_options(getattr(config, owner), words) for owner in SIDE]
+        for config, words in zip(both, distinct_choices(both), strict=True)
     )
     return first, second
 
 
 def side_names(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
-    """Return the names of the two sides of a comparison: the policy and selection that they differ in, else all."""
-    differing = [pair for pair in zip(*choices(baseline, treatment), strict=True) if len(set(pair)) > 1]
+    """Return the names of both sides: the policy or selection in which they differ, else their short names."""
+    differing = [pair for pair in zip(*_side_choices(baseline, treatment), strict=True) if len(set(pair)) > 1]
     if not differing:
         first, second = short_names((baseline, treatment))
         return first, second
@@ -349,14 +353,15 @@ def side_names(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str
 
 
 def pair_names(pairs: Sequence[Pair]) -> list[str]:
-    """Return what tells each pair from the others: its treatment's short name, of a single pair its treatment's side.
+    """Return distinct names of pairs: the treatments' short names, the treatment's side name for a single pair.
 
-    Its baseline's name follows where pairs share a treatment: 'adakv:two-stage b=64 vs snapkv'.
+    The baseline's name follows where pairs share a treatment: 'adakv:two-stage b=64 vs snapkv'.
     """
     treatments = [
-        name or side_names(*pair)[1] for name, pair in zip(short_names([one for _, one in pairs]), pairs, strict=True)
+        name or side_names(*pair)[1]
+        for name, pair in zip(short_names([treatment for _, treatment in pairs]), pairs, strict=True)
     ]
-    baselines = short_names([one for one, _ in pairs], "budget")
+    baselines = short_names([baseline for baseline, _ in pairs], "budget")
     return [
         f"{treatment} vs {baseline}" if treatments.count(treatment) > 1 and baseline else treatment
         for treatment, baseline in zip(treatments, baselines, strict=True)
@@ -364,10 +369,7 @@ def pair_names(pairs: Sequence[Pair]) -> list[str]:
 
 
 def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
-    """Return 'two-stage against attention: snapkv b=64': the sides, and what all configurations share.
-
-    Choices of `without` are left out.
-    """
+    """Return the sides and the shared choices, but those in `without`: 'two-stage against attention: snapkv b=64'."""
     baselines, treatments = (
         " and ".join(dict.fromkeys(names)) for names in zip(*(side_names(*pair) for pair in pairs), strict=True)
     )
@@ -375,41 +377,41 @@ def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
     return f"{treatments} against {baselines}" + (f": {shared}" if shared else "")
 
 
-def _with_options(choice: Choice, told: Mapping[str, str]) -> str:
-    """Return a choice as it is written, with no other options than those that are told."""
-    wanted = {*told, "kernel"} if "pool" in told else {*told}  # one word says both
+def _with_options(choice: Choice, words: Mapping[str, str]) -> str:
+    """Return the text of a choice with those of its options that the words name."""
+    wanted = {*words, "kernel"} if "pool" in words else {*words}  # the word for pool includes the kernel
     return str(choice.without(name for name in choice.options if name not in wanted))
 
 
-def budgets(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
-    """Each configuration's budget as the user gave it, and behind it what else tells the configurations apart."""
-    others = apart(configs, "budget", *without)
-    return [[str(config.budget), *told.values()] for config, told in zip(configs, others, strict=True)]
+def budget_names(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
+    """Return each configuration's budget as the user gave it, then its other choices that not all share."""
+    others = distinct_choices(configs, "budget", *without)
+    return [[str(config.budget), *words.values()] for config, words in zip(configs, others, strict=True)]
 
 
-def _shared(configs: Sequence[EvictionConfig]) -> set[str]:
-    """Choices of which every configuration that has them says the same; of policies, blocks, bits, if all have them."""
-    said: dict[str, list[str]] = {}
+def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
+    """Return the choices with one value in all configurations that have them.
+
+    Options of policies, blocks, precision and correction are shared only where every configuration has them.
+    """
+    words: dict[str, list[str]] = {}
     for config in configs:
         for choice, word in config.label_parts(every=True).items():
-            said.setdefault(choice, []).append(word)
-    own = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
-    own |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE], *CORRECTION_OPTIONS[CORRECTED]}
-    alike = {choice for choice, words in said.items() if len(set(words)) == 1}
-    return {choice for choice in alike if choice not in own or len(said[choice]) == len(configs)}
+            words.setdefault(choice, []).append(word)
+    optional = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
+    optional |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE], *CORRECTION_OPTIONS[CORRECTED]}
+    equal = {choice for choice, values in words.items() if len(set(values)) == 1}
+    return {choice for choice in equal if choice not in optional or len(words[choice]) == len(configs)}
 
 
-def folded(name: str, width: int = 16) -> str:
-    """Return a long name on several lines, broken between its words.
-
-    A longer word behind its brackets, colons and commas.
-    """
+def fold(name: str, width: int = 16) -> str:
+    """Return a long name on several lines, broken between words, long words after brackets, colons and commas."""
     lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(part for line in lines for part in _broken(line, width))
+    return "\n".join(part for line in lines for part in _break_word(line, width))
 
 
-def _broken(line: str, width: int) -> list[str]:
-    """Return a line that is too long, which is one word, in parts that fit as far as its signs let them."""
+def _break_word(line: str, width: int) -> list[str]:
+    """Return a line in parts that fit the width as far as its brackets, colons and commas allow."""
     parts = [""]
     for piece in _PIECES.findall(line) if len(line) > width else [line]:
         if parts[-1] and len(parts[-1]) + len(piece) > width:
@@ -419,24 +421,22 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 LEAST_CONFIGS = 3
-"""Ranks of fewer configurations are no ranks."""
+"""Smallest number of configurations that are ranked."""
 APART = ("granularity", "precision", "correction", "protect_first", "protect_recent")
-"""What is ranked apart beside budgets: a budget of query heads holds more of a cache than one of key/value heads, and
-one in few bits less."""
+"""Choices, beside the budget, that configurations share which are ranked: they change the size of the cache."""
 
 
-def ranked_together(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
-    """Name -> places of the configurations that share budget, granularity and protection.
+def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
+    """Return name -> indices of the configurations that share budget, granularity, precision and protection.
 
-    The name is the budget as the user gave it, and behind it the granularity and the protection where the run has
-    several.
+    The name is the budget as the user gave it, then those of these choices of which there are several values.
     """
-    telling = [name for name in APART if len({getattr(config, name) for config in configs}) > 1]
-    found: dict[str, list[int]] = {}
-    for place, config in enumerate(configs):
-        words = [_word(name, getattr(config, name)) for name in telling]
-        found.setdefault(" ".join([str(config.budget), *words]), []).append(place)
-    return found
+    varied = [name for name in APART if len({getattr(config, name) for config in configs}) > 1]
+    groups: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        words = [_word(name, getattr(config, name)) for name in varied]
+        groups.setdefault(" ".join([str(config.budget), *words]), []).append(index)
+    return groups
 
 
 def _word(name: str, value: Choice | float) -> str:

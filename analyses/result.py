@@ -22,16 +22,16 @@ _MOST_NOTES = 3
 
 
 class Result(Record, ABC):
-    """An analysis' numbers. In a terminal and in a notebook it shows itself: conclusion, run, table, notes.
+    """The numbers of an analysis. Terminals and notebooks display its conclusion, run, table and notes.
 
     A result is a frozen dataclass that declares its columns (`perturbkv.analyses.columns`): `to_dict`, the JSON
     reference, the table and `explain` follow from them.
 
     Attributes:
-        identity: of the run: what stands in figures and files.
-        KEY: the key under which its command's document holds it; empty: its keys are the document's own.
-        SHOWN: names of the columns that the table shows, beside the lines' names; at most six.
-        FIRST: heading of the column that holds the lines' names.
+        identity: of the run, as figures and files show it.
+        KEY: key of the result in its command's JSON document; empty where the document has the result's own keys.
+        SHOWN: names of the table's columns after the first, at most six.
+        FIRST: heading of the first column, the lines' names.
         DOCUMENT: heading in the JSON reference of the keys that the command adds to the result's own.
     """
 
@@ -44,62 +44,62 @@ class Result(Record, ABC):
 
     @abstractmethod
     def conclusion(self) -> str:
-        """Return what to conclude, in one sentence with interval and n, or why nothing can be said."""
+        """Return the conclusion in one sentence with interval and n, or why there is none."""
 
     def title(self) -> str:
-        """Return what the table shows, in a few words."""
+        """Return the table's title, a few words."""
         return ""
 
     def lines(self) -> Sequence[Line]:
         """Return the lines of the table."""
         return ()
 
-    def tables(self) -> Sequence[Part]:
-        """Return the table, until every result has one."""
-        return [self.table()]
+    def body(self) -> list[Part]:
+        """Return the parts between the run and the notes: the table, where it has lines."""
+        return [self.table()] if self.lines() else []
 
     def caveats(self) -> Sequence[str]:
         """Return at most two short sentences without which the table would be misread."""
         return ()
 
     def details(self) -> Sequence[Part]:
-        """Return further tables and lines, which `--explain` shows."""
+        """Return further tables and lines for `--explain`."""
         return ()
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals."""
+        """Return the note on n and intervals."""
         return text.intervals_note(self.identity.samples)
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """Return a row of plain values per smallest thing that was measured: what `to_frame` holds."""
+        """Return the rows of `to_frame`, plain values at the finest level that was measured."""
 
     def shown_columns(self) -> Sequence[str]:
-        """Return the names of the table's columns; those in `SHOWN` where lines are of one sort."""
+        """Return the names of the table's columns after the first."""
         return self.SHOWN
 
     def table(self) -> Table:
-        """Return the table of the shown columns, without those that hold nothing."""
+        """Return the table of the shown columns, without empty ones."""
         return columns.table(self.title(), self.lines(), self.shown_columns(), self.FIRST)
 
     def notes(self) -> str:
-        """Return at most three lines beneath the table: n and intervals, then the caveats."""
+        """Return at most three lines under the table: n and intervals, then the caveats."""
         return "\n".join(self._remarks()[:_MOST_NOTES])
 
     def explain(self) -> list[Part]:
-        """Return what every column of the table means, and the further tables."""
+        """Return the meaning of every column, notes that found no room, and the further tables."""
         records = [record for line in self.lines() for record in line.records]
         declared = columns.declarations(records, self.shown_columns())
         more = ["\n".join(self._remarks()[_MOST_NOTES:])] if len(self._remarks()) > _MOST_NOTES else []
         return [columns.explanation(list(declared.values())), *more, *self.details(), *self.identity.bytes_table()]
 
     def _remarks(self) -> list[str]:
-        """Return all that could stand beneath the table, what matters most first."""
-        return list(filter(None, [self.interval_note(), self.identity.about_read(), *self.caveats()]))
+        """Return all notes under the table, the most important first."""
+        return list(filter(None, [self.interval_note(), self.identity.no_eviction_note(), *self.caveats()]))
 
     def plot(self, width_mm: float = 174) -> Figure:
-        """Return the figure that the command draws, at its printed width: 174 mm, or 84 for one column of a journal."""
-        return self._drawn(type(self).__name__, width_mm)
+        """Return the figure of its command at a printed width: 174 mm, or 84 for one column of a journal."""
+        return self._draw(type(self).__name__, width_mm)
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` of `records`."""
@@ -107,10 +107,10 @@ class Result(Record, ABC):
 
         return pd.DataFrame(self.records())
 
-    def _drawn(self, name: str, width_mm: float) -> Figure:
-        """Return the figure of a name in `perturbkv.figures.FIGURES`: figures lie above and know results."""
-        drawn: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
-        return drawn
+    def _draw(self, name: str, width_mm: float) -> Figure:
+        """Return the figure of a name in `perturbkv.figures.FIGURES`; no import, as figures import results."""
+        figure: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
+        return figure
 
     def __repr__(self) -> str:
         return as_text(self.screen())
@@ -119,8 +119,8 @@ class Result(Record, ABC):
         return as_html(self.screen())
 
     def screen(self) -> list[Part]:
-        """Return the screen: the conclusion, the run in one line, the table, the notes."""
-        return [self.conclusion(), self.identity.lines()[0], *self.tables(), self.notes()]
+        """Return the displayed parts: the conclusion, the run in one line, the table, the notes."""
+        return [self.conclusion(), self.identity.lines()[0], *self.body(), self.notes()]
 
 
 Member = TypeVar("Member")
@@ -128,7 +128,7 @@ MemberResult = TypeVar("MemberResult", bound=Result)
 
 
 class Sequenced(Generic[Member]):
-    """A sequence of its members: `len`, iteration and indexing give them."""
+    """A sequence of members: `len`, iteration and indexing refer to them."""
 
     members: tuple[Member, ...]
 
@@ -144,7 +144,7 @@ class Sequenced(Generic[Member]):
 
 @dataclass(frozen=True, repr=False)
 class Several(Sequenced[MemberResult], Result):
-    """Several results of one question in one table, each of which draws itself.
+    """Results of one question in one table, each with a figure of its own.
 
     Attributes:
         members: the results.
@@ -155,46 +155,40 @@ class Several(Sequenced[MemberResult], Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return the sentence of each, on a line of its own."""
+        """Return the members' sentences, a line each."""
         return "\n".join(member.conclusion() for member in self.members)
 
     def title(self) -> str:
-        """Return the title that they share."""
+        """Return the title of the first member."""
         return self.members[0].title()
 
     def lines(self) -> Sequence[Line]:
-        """Return the lines of each."""
+        """Return the lines of all members."""
         return [line for member in self.members for line in member.lines()]
 
-    def table(self) -> Table:
-        """Return one table of all lines."""
-        first = self.members[0]
-        return columns.table(self.title(), self.lines(), first.SHOWN, first.FIRST)
+    def shown_columns(self) -> Sequence[str]:
+        """Return the names of the first member's columns."""
+        return self.members[0].shown_columns()
 
     def caveats(self) -> Sequence[str]:
-        """Return the caveats of all, each once."""
+        """Return the caveats of all members, each once."""
         return list(dict.fromkeys(caveat for member in self.members for caveat in member.caveats()))
 
     def details(self) -> Sequence[Part]:
-        """Return the further tables of each."""
+        """Return the further tables of all members."""
         return [part for member in self.members for part in member.details()]
 
     def interval_note(self) -> str:
-        """Return the first one's line on n and intervals."""
+        """Return the first member's note on n and intervals."""
         return self.members[0].interval_note()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of each."""
+        """Return the rows of all members."""
         return [row for member in self.members for row in member.records()]
 
     def plot(self, width_mm: float = 174) -> Figure:
-        """Return the figure of the only one. Raises ConfigError where there are several: each has its own."""
+        """Return the figure of a single member. Raises ConfigError where there are several."""
         if len(self.members) != 1:
             msg = f"expected one series to draw, got {len(self.members)}; draw them singly: result[0].plot()"
             raise ConfigError(msg)
         return self.members[0].plot(width_mm)
-
-
-def once(results: Sequence[Result]) -> str:
-    """Return the notes of several results, each line once."""
-    return "\n".join(dict.fromkeys(line for one in results for line in one.notes().splitlines()))

@@ -1,8 +1,7 @@
-"""Better, tied or worse: what a verdict is measured in, and when a difference is a tie (METHOD: the protocol, 4).
+"""Verdicts of two configurations, better, tied or worse, and the distances they use (METHOD: the protocol, 4).
 
-Rounding is not perturbation: a difference of a few noise floors is a tie. What follows from equal kept sets is equal,
-whatever rounding says; what is propagated follows from them only where both configurations have the entries at the same
-positions.
+Rounding is not perturbation: a difference of a few noise floors is a tie. Equal kept sets have equal isolated
+perturbation, whatever rounding shows; equal propagated perturbation needs the entries at the same positions, too.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from perturbkv.trace import Trace
 
 @dataclass(frozen=True)
 class Distance:
-    """How far what the evicted run gives lies from what the full run gives; less is better. Printed as its unit.
+    """A distance between the evicted run's vectors and the full run's. It is printed as its unit.
 
     Attributes:
         unit: as axes and titles write it.
-        suffix: what the names of its variables end in.
-        angular: whether it is of directions alone: relative already, and growing with the square of the angle.
+        suffix: end of the names of its variables.
+        angular: whether it depends on directions alone, so is relative, and grows with the square of the angle.
     """
 
     unit: str
@@ -50,7 +49,7 @@ def distance_of(name: str) -> Distance:
 
 
 TIE_FLOORS = 2
-"""A tie is where two perturbations differ by at most this many noise floors (METHOD: the protocol, 4)."""
+"""Two perturbations tie where they differ by at most this many noise floors (METHOD: the protocol, 4)."""
 
 
 def verdicts(
@@ -61,8 +60,7 @@ def verdicts(
 ) -> NDArray[np.int8]:
     """Return 1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape.
 
-    1 − cos grows with the square of the angle, in which noise adds: as its `distance` the roots are compared, or a
-    floor of an angle δ would be held against differences of 2 φ δ.
+    For 1 − cos the square roots are compared: it grows with the square of the angle, and noise adds to the angle.
     """
     sides = (baseline, treatment, floor)
     first, second, noise = (np.sqrt(side) for side in sides) if distance_of(distance).angular else sides
@@ -71,55 +69,58 @@ def verdicts(
     return np.where(under_noise, np.int8(0), sign)
 
 
-Same = NDArray[np.bool_]
+Mask = NDArray[np.bool_]
 
 
-def equal_isolated(trace: Trace, first: int, second: int) -> Same:
-    """Return (sample, layer, head) True where the head's own sets are equal: so is its isolated perturbation.
+def equal_isolated(trace: Trace, first: int, second: int) -> Mask:
+    """Return (sample, layer, head) True where the head's kept sets, and so its isolated perturbation, are equal.
 
-    Only where both configurations store them alike, in as many bits, and correct alike for what went; and not of pages
-    that each step and each run reads anew, of which a trace holds those of the full run's first step, nor of lines, of
-    which it holds what the prompt's last query looks at.
+    False where the two configurations differ in precision or in their correction for evicted entries. False for page
+    selection and sparse prefill, too: a trace holds only the pages of the full run's first step, and only the lines of
+    the prompt's last query.
     """
-    return np.asarray(trace.same_kept(first, second) & _stored_alike(trace, first, second)[:, None, None])
+    return np.asarray(trace.same_kept(first, second) & _equal_storage(trace, first, second)[:, None, None])
 
 
-def equal_propagated(trace: Trace, first: int, second: int) -> Same:
-    """(sample, layer, head) True where also all sets of earlier layers are equal: so is what reaches the head."""
-    same = _alike(trace, first, second)
+def equal_propagated(trace: Trace, first: int, second: int) -> Mask:
+    """Return (sample, layer, head) True where the head's sets and all sets of earlier layers are equal."""
+    same = _equal_in_decoding(trace, first, second)
     before = np.ones((len(same), 1), dtype=bool)
-    return np.asarray(same & np.concatenate([before, _layers(same)[:, :-1]], axis=1)[:, :, None])
+    return np.asarray(same & np.concatenate([before, _up_to_layer(same)[:, :-1]], axis=1)[:, :, None])
 
 
-def equal_layers(trace: Trace, first: int, second: int) -> Same:
-    """Return (sample, layer) True where all sets up to the layer are equal: so is the residual stream after it."""
-    return _layers(_alike(trace, first, second))
+def equal_layers(trace: Trace, first: int, second: int) -> Mask:
+    """Return (sample, layer) True where all sets up to the layer, and so the residual stream after it, are equal."""
+    return _up_to_layer(_equal_in_decoding(trace, first, second))
 
 
-def equal_whole(trace: Trace, first: int, second: int) -> Same:
-    """Return (sample,) True where all sets are equal: so are the final norm, the logits and every later token."""
+def equal_whole(trace: Trace, first: int, second: int) -> Mask:
+    """Return (sample,) True where all sets are equal, and so the final norm, the logits and every later token."""
     return np.asarray(equal_layers(trace, first, second)[:, -1])
 
 
-def _alike(trace: Trace, first: int, second: int) -> Same:
-    """Return (sample, layer, head) True where the sets are equal and decoding sees them at the same positions."""
-    same, (one, other) = equal_isolated(trace, first, second), (trace.run.configs[place] for place in (first, second))
-    moved = trace.arrays["evicted"][trace.ok][:, first] != 0  # what keeps everything has the prompt's positions
-    return same if _positions(one) == _positions(other) else np.asarray(same & ~moved[:, None, None])
+def _equal_in_decoding(trace: Trace, first: int, second: int) -> Mask:
+    """Return (sample, layer, head) True where the sets are equal and decoding has them at the same positions."""
+    same, configs = equal_isolated(trace, first, second), trace.run.configs
+    evicted = trace.arrays["evicted"][trace.ok][:, first] != 0  # a cache that keeps everything has no other positions
+    if _positions(configs[first]) == _positions(configs[second]):
+        return same
+    return np.asarray(same & ~evicted[:, None, None])
 
 
-def _stored_alike(trace: Trace, first: int, second: int) -> Same:
-    """(sample,) True where equal kept sets are the same cache: corrections that differ are alike where nothing went."""
-    one, other = (trace.run.configs[place] for place in (first, second))
-    whole = trace.arrays["evicted"][trace.ok][:, first] == 0
-    alike = one.precision == other.precision and one.evicts and other.evicts
-    return np.asarray(np.where(whole, one.precision == other.precision, alike & (one.correction == other.correction)))
+def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
+    """Return (sample,) True where equal kept sets make equal caches; a correction counts where entries were evicted."""
+    one, other = trace.run.configs[first], trace.run.configs[second]
+    complete = trace.arrays["evicted"][trace.ok][:, first] == 0
+    always = one.evicts and other.evicts and one.correction == other.correction
+    return np.asarray((complete | always) & (one.precision == other.precision))
 
 
 def _positions(config: EvictionConfig) -> str:
-    """Where decoding sees the kept keys: an option of the one policy that may move them."""
+    """Return where decoding has the kept keys: an option of the only policy that can move them."""
     return str(config.policy.options.get("positions", "kept"))
 
 
-def _layers(same: Same) -> Same:
+def _up_to_layer(same: Mask) -> Mask:
+    """Return (sample, layer) True where all heads of this layer and of the earlier ones are equal."""
     return np.asarray(np.logical_and.accumulate(same.all(axis=2), axis=1))

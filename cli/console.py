@@ -65,19 +65,23 @@ def say(text: str, bold: bool = False) -> None:
 
 def result(results: Sequence[Result], title: str, about: str = "", explain: bool = False) -> None:
     """Print results of one command: conclusions, the run, tables, notes once; and what `explain` gives where asked."""
-    from perturbkv.analyses.result import once
-
     for one in results:
         say(one.conclusion())
     say("")
     say(title, bold=True)
     if about:
         say(about)
-    for shown in [shown for one in results for shown in one.tables()]:
+    for shown in [shown for one in results for shown in one.body()]:
         part(shown)
-    say(once(results))
+    say("\n".join(_distinct_notes(results)))
     for shown in [shown for one in results for shown in one.explain()] if explain else []:
         part(shown)
+
+
+def _distinct_notes(results: Sequence[Result]) -> list[str]:
+    """Return the notes of all results, without repetitions and without a note that another one completes."""
+    notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
+    return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.cli.planned_run import share
 from perturbkv.cli.run_time import duration, estimate_seconds
@@ -78,7 +78,7 @@ def _counted(part: Shard, planned: Plan) -> tuple[Sequence[str], int]:
 
 def _shared(document: dict[str, Any]) -> str:
     """What the shard measures, in words."""
-    samples, configs = counted(len(document["samples"]), "sample"), counted(document["configs"], "configuration")
+    samples, configs = plural(len(document["samples"]), "sample"), plural(document["configs"], "configuration")
     return f"{document['shard']}: {samples}, {configs} of each"
 
 
@@ -97,7 +97,7 @@ def _taken(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _decoded(document: dict[str, Any]) -> str:
     """How many batches the configurations are decoded in, and what the largest takes."""
-    batches = counted(document["batches"], "batch", "batches")
+    batches = plural(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 
 

@@ -173,7 +173,7 @@ def reason_without_effect(command: str, name: str, run: DataOptions, configs: Se
     if name in UNUSED.get(command, {}):
         return _unused(command, name)
     if need is None:
-        needs = grid.idle(name, configs) if name in grid.known_options() else ""
+        needs = grid.why_without_effect(name, configs) if name in grid.known_options() else ""
     else:
         needs = need.words if need.has_no_effect(name, run, configs) else ""
     return f"has no effect here: it needs {needs}; leave it out" if needs else ""
@@ -297,4 +297,4 @@ def _owner(option: str) -> str:
     name = option.lstrip("-").replace("-", "_")
     if name not in grid.known_options():
         return ""
-    return f"it belongs to {' or '.join(grid.option_owners(name)[:3])}: write {grid.written_option(name)}"
+    return f"it belongs to {' or '.join(grid.option_owners(name)[:3])}: write {grid.option_example(name)}"

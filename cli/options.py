@@ -21,7 +21,7 @@ from perturbkv.configs.run import BY, CACHES, SCENARIOS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
-from perturbkv.selection.grid import FIELDS, every, names_policy
+from perturbkv.selection.grid import FIELDS, expand_grid, names_policy
 
 FORMATS = ("png", "svg", "pdf")
 COLUMNS = (1, 2)
@@ -300,7 +300,7 @@ class RunOptions(DataOptions):
         if "policy" in self.typed and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)
-        made = every({**self.choices(), "selection": selections}, self.cache)
+        made = expand_grid({**self.choices(), "selection": selections}, self.cache)
         if (
             "selection" in self.typed
             and all(one.is_external for one in made)

@@ -278,7 +278,7 @@ def plan(
     entries.check_positions(map(resolve, configs), files.config, files.name)
     needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
     scores = head_scores.read_required(
-        options.head_scores, files.config, needed[0] if needed else None, compatibility.works()
+        options.head_scores, files.config, needed[0] if needed else None, compatibility.describe_compatible_choices()
     )
     settings = Settings(
         steps=options.step_count,

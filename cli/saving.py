@@ -141,7 +141,7 @@ def _bytes_over_full(trace: Trace) -> dict[str, float]:
     """Return each configuration's bytes over the full cache's, where some store few bits; nothing elsewhere."""
     from perturbkv.analyses.identity import identity
 
-    shares = identity(trace, trace.run.configs).stored
+    shares = identity(trace, trace.run.configs).byte_shares
     return dict(zip(trace.run.labels(), shares, strict=True)) if shares else {}
 
 

@@ -148,14 +148,14 @@ class Session:
 
     def _title(self, result: Result) -> tuple[str, str]:
         """Return the run in one line, and the layers that are measured where some are not."""
-        from perturbkv.analyses.pairing import counted
+        from perturbkv.analyses.pairing import plural
 
         if not self.traces:
             return result.identity.lines()[0], ""
         run = self.trace.run
         words = f" · {run.scenario}" if run.scenario != "regular" else ""
         words += " · random weights" if run.random_weights else ""
-        samples = counted(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
+        samples = plural(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
         measured = self.trace.attrs.get(MEASURED_LAYERS)
         layers = escape_line(f"layers {measured} are measured; held / full is of their entries") if measured else ""

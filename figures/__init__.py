@@ -27,7 +27,7 @@ FIGURES = {
     "HeadComparisons": "heads:draw_panels",
     "Horizon": "horizon",
     "Horizon.plot_heads": "horizon:draw_heads",
-    "Judged": "quality:draw_judged",
+    "JudgeScores": "quality:draw_judged",
     "Correlation": "correlation",
     "Measures": "measures",
     "MethodRanking": "ablation:draw_methods",
@@ -59,5 +59,5 @@ def draw(name: str, result: Result, width_mm: float) -> Figure:
     if name not in FIGURES:
         raise UnknownNameError(name, "figure of a result", FIGURES)
     module, _, function = FIGURES[name].partition(":")
-    drawn: Figure = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")(result, width_mm)
-    return drawn
+    figure: Figure = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")(result, width_mm)
+    return figure

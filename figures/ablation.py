@@ -23,7 +23,7 @@ from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.pairing import short_names
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.panels import drift, drift_mark, legend, point
+from perturbkv.figures.panels import draw_drift, draw_ratio, drift_entry, ratio_entries
 
 _WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 
@@ -45,8 +45,8 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
                     _panel(panel, chunk[index], names.pop(0), rows, named=index == 0)
                 else:
                     panel.set_axis_off()
-        figure.legend(handles=legend(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
@@ -70,7 +70,7 @@ def _panel(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, na
     for index, title in enumerate(titles):
         if title in rows:
             for kind, measured in (("isolated", rows[title].isolated), ("propagated", rows[title].propagated)):
-                point(axes, index, kind, measured, f"{BASELINE} or row is 0")
+                draw_ratio(axes, index, kind, measured, f"{BASELINE} or row is 0")
         elif title != BASELINE:
             grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
             axes.text(1, index, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
@@ -107,7 +107,7 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(), loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 2)
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
@@ -131,7 +131,7 @@ def _point(axes: Axes, index: int, name: str, measured: HeadKind) -> None:
     if np.isnan(ratio) or ratio <= 0:
         return
     colour = style.category_colours(2)[list(_MARKS).index(name)]
-    axes.errorbar([ratio], [index + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+    axes.errorbar([ratio], [index + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3, linewidth=0.9, gid=name)  # fmt: skip
 
 
@@ -159,10 +159,9 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
             _restriction_panel(panel, one, name)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
-        figure.legend(
-            handles=[*legend(), drift_mark()], loc="outside upper left", ncols=2 if columns < _RESTRICTION_WIDE else 4
-        )
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        entries = [*ratio_entries(), drift_entry()]
+        figure.legend(handles=entries, loc="outside upper left", ncols=2 if columns < _RESTRICTION_WIDE else 4)
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
@@ -176,8 +175,8 @@ def _restriction_panel(axes: Axes, result: RestrictionSetting, name: str) -> Non
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     for index, row in enumerate(result.rows, start=1):
         for kind in ("isolated", "propagated"):
-            point(axes, index, kind, getattr(row, kind), f"{RESTRICTION_BASELINE} or row is 0")
-        drift(axes, index, row)
+            draw_ratio(axes, index, kind, getattr(row, kind), f"{RESTRICTION_BASELINE} or row is 0")
+        draw_drift(axes, index, row)
     shares = [result.cache_share, *(row.cache_share for row in result.rows)]
     names = [f"{RESTRICTION_BASELINE} (= 1)", *(row.name for row in result.rows)]
     shown = [f"{name}, held {text.decimal(share)}" for name, share in zip(names, shares, strict=True)]

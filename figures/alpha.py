@@ -30,8 +30,8 @@ def draw(result: Alpha, width_mm: float = style.WIDE_MM) -> Figure:
         handles = [_curve(curve, result), *_lines(curve, result)]
         _map(figure, shown, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2)
-        note = f"lines: what was chosen, judged on other samples · {style.about(result.identity.samples)}"
-        style.foot(figure, result.identity, note)
+        note = f"lines: what was chosen, judged on other samples · {style.interval_legend(result.identity.samples)}"
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
@@ -67,7 +67,7 @@ def _lines(axes: Axes, result: Alpha) -> list[Line2D]:
 def _map(figure: Figure, axes: Axes, result: Alpha) -> None:
     """Draw the α (layer, head) chosen on all samples."""
     chosen = result.sweep.alphas[result.chosen[result.finest]]
-    panels.heatmap(axes, chosen, 0, 1, mpl.colormaps["viridis"])
+    panels.draw_heatmap(axes, chosen, 0, 1, mpl.colormaps["viridis"])
     axes.set_yticklabels([str(result.identity.layer(int(tick.get_text()))) for tick in axes.get_yticklabels()])
     axes.tick_params(length=2, rotation=0)
     axes.set(xlabel="head", ylabel="layer")

@@ -28,31 +28,33 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
         kept, far = figure.subplots(*shape)
         _kept_share(figure, kept, result)
         _distance(far, result)
-        style.title(figure, f"{escape_line(result.trace.eviction)}: {result.verdict}")
-        style.foot(figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head")
+        style.set_title(figure, f"{escape_line(result.trace.eviction)}: {result.verdict}")
+        style.draw_foot(
+            figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head"
+        )
     return figure
 
 
 def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
     shares = result.kept_share(_BINS)
     if np.isnan(shares).all():
-        style.note(axes, "no kept sets were found", middle=True)
+        style.draw_note(axes, "no kept sets were found", middle=True)
         axes.set_axis_off()
         return
-    drawn = axes.imshow(
+    image = axes.imshow(
         shares, aspect="auto", interpolation="nearest", norm=Normalize(0, 1), cmap=_COLOURS,
         extent=(0, 100, len(shares) - 0.5, -0.5), gid="kept",
     )  # fmt: skip
     axes.set(title="kept share of each place", xlabel="position in the prompt, %", ylabel="layer")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    bar = figure.colorbar(drawn, ax=axes, fraction=0.05, pad=0.02)
+    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
 
 
 def _distance(axes: Axes, result: Audit) -> None:
     by_situation = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
     if not by_situation:
-        style.note(axes, "no layer was seen while it decoded", middle=True)
+        style.draw_note(axes, "no layer was seen while it decoded", middle=True)
         axes.set_axis_off()
         return
     for (name, floors), colour in zip(by_situation.items(), style.category_colours(len(by_situation)), strict=True):

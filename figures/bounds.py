@@ -19,8 +19,8 @@ from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAss
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
 from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
-from perturbkv.analyses.pairing import budgets, folded
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.pairing import budget_names, fold
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, panels, style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -49,14 +49,14 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
             panel.yaxis.label.set_size(6.5)
-        legend = style.legend_right if narrow else style.legend_below
+        legend = style.draw_legend_right if narrow else style.draw_legend_below
         legend(axes[0], _ratios(axes[0], configs, named.ticks), 2)
         curves = _against_mass(axes[1], configs, named.ticks)
         legend(axes[1], [] if named.key else curves, 3)
         legend(axes[2], _agreement(axes[2], ranked, settings), 2)
         for panel in (axes[0], axes[2]) if named.key else ():
             panel.set_xlabel("configuration, named below", size="medium")
-        style.foot(figure, result.identity, about)
+        style.draw_foot(figure, result.identity, about)
         below = style.foot_mm(result.identity, about, width_mm)
         labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
@@ -68,8 +68,8 @@ def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tup
     A setting under the last panel has its configuration's name.
     """
     shown = [config.config for config in configs]
-    firsts = budgets([agreement.telling for agreement in ranked], "selection")
-    own = budgets(shown)
+    firsts = budget_names([agreement.most_specific for agreement in ranked], "selection")
+    own = budget_names(shown)
     if labels.key_fits(own) and labels.key_fits(firsts):
         return labels.key_names(own, False), labels.key_names(firsts, False).ticks
     indices = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
@@ -81,9 +81,9 @@ def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tup
 
 def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
     """Return the agreements in the order of the shown configurations; unchanged where one has none."""
-    held = {shown.config: shown.cache_share for shown in configs}
+    shares = {shown.config: shown.cache_share for shown in configs}
     return sort_by_cache_share(
-        agreements, lambda agreement: max((held.get(one, -1.0) for one in agreement.configs), default=-1.0)
+        agreements, lambda agreement: max((shares.get(one, -1.0) for one in agreement.configs), default=-1.0)
     )
 
 
@@ -91,7 +91,7 @@ def _bars(configs: int, samples: int) -> str:
     """Return the legend of bars: in the first two panels spreads over samples and heads, in the last intervals."""
     band = ", quartiles" if configs <= _BANDS else ""
     spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
-    return f"{spreads} · third: {style.about(samples)}; below: heads ranked, in how many samples"
+    return f"{spreads} · third: {style.interval_legend(samples)}; below: heads ranked, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -108,7 +108,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
             "Tightness of Theorem 2 by head",
             result.identity.layer,
         )
-        style.foot(figure, result.identity, f"{_cache_shares(configs)} · n = {result.identity.samples} samples")
+        style.draw_foot(figure, result.identity, f"{_cache_shares(configs)} · n = {result.identity.samples} samples")
     return figure
 
 
@@ -126,8 +126,8 @@ def _map(name: str, config: Tightness) -> panels.Map:
 
 def _names(configs: Sequence[Tightness]) -> list[str]:
     """Return names of budgets, each part on lines of its own, as maps are narrow."""
-    names = budgets([shown.config for shown in configs])
-    return ["\n".join(folded(part, _LETTERS) for part in parts) for parts in names]
+    names = budget_names([shown.config for shown in configs])
+    return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
 
 def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
@@ -162,7 +162,7 @@ def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> l
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
-        style.note(axes, "no ratio: nothing went, or the bounds are 0")
+        style.draw_note(axes, "no ratio: nothing went, or the bounds are 0")
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=3, label=symbols(name))
         for name, colour in zip(RATIOS, colours, strict=True)
@@ -185,8 +185,8 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
     colours, top = style.ordered_colours(len(configs)), 0.0
     for name, config, colour in zip(names, configs, colours, strict=True):
-        held = config.mass.count >= _LEAST_IN_BIN
-        low, median, high = (np.where(held, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
+        filled = config.mass.count >= _LEAST_IN_BIN
+        low, median, high = (np.where(filled, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
         if len(configs) <= _BANDS:
             axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
         top = max(top, float(np.nanmax(high, initial=0)))
@@ -196,7 +196,7 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
     axes.set_ylabel("L/θ, median" + (" and quartiles" if len(configs) <= _BANDS else ""))
     axes.set_title("Tightness against what is kept", loc="left")
     if not any((config.mass.count >= _LEAST_IN_BIN).any() for config in configs):
-        style.note(axes, f"no bin of S holds {_LEAST_IN_BIN} values")
+        style.draw_note(axes, f"no bin of S holds {_LEAST_IN_BIN} values")
     return list(axes.get_legend_handles_labels()[0])
 
 
@@ -207,11 +207,11 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
     """
     for index, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
-            if correlation.evidence_samples >= LEAST:
+            if correlation.evidence_samples >= MIN_SAMPLES:
                 _correlation(axes, index, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), names)
-    _name_budgets(axes, [agreement.telling for agreement in ranked])
+    _name_budgets(axes, [agreement.most_specific for agreement in ranked])
     axes.set_ylabel("Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
     low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
@@ -219,9 +219,11 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
     axes.set_yticks([tick for tick in (-1, -0.5, 0, 0.5, 1) if tick >= bottom - 0.01])
     axes.set_title("Order of selections, σ > 0.5", loc="left")
     if not ranked:
-        style.note(axes, "needs three or more selections per budget", middle=True)
+        style.draw_note(axes, "needs three or more selections per budget", middle=True)
     elif not axes.containers:
-        style.note(axes, f"fewer than {LEAST} samples have a head\nwith σ > 0.5 in every selection", middle=True)
+        style.draw_note(
+            axes, f"fewer than {MIN_SAMPLES} samples have a head\nwith σ > 0.5 in every selection", middle=True
+        )
     for index, agreement in enumerate(ranked):
         axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
                   fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
@@ -241,7 +243,7 @@ def _correlation(axes: Axes, index: int, correlation: RankCorrelation) -> None:
     axes.errorbar(
         [index + (BOUNDS.index(correlation.bound) - 1) * 0.2],
         [correlation.evidence_mean],
-        yerr=style.bars(correlation.evidence_mean, correlation.evidence_mean_interval),
+        yerr=style.error_bars(correlation.evidence_mean, correlation.evidence_mean_interval),
         color=colour,
         marker="o",
         markersize=3.6,
@@ -274,7 +276,7 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
             "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
             result.identity.layer,
         )
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
@@ -307,11 +309,11 @@ def _chunk(named: Sequence[_Named]) -> list[list[panels.Map]]:
 
 
 def _assumption_names(configs: Sequence[ConfigAssumption]) -> list[str]:
-    return [" ".join(parts) for parts in budgets([shown.config for shown in configs])]
+    return [" ".join(parts) for parts in budget_names([shown.config for shown in configs])]
 
 
 def _name(name: str, config: ConfigAssumption) -> str:
-    return f"{folded(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
+    return f"{fold(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
 
 
 def _assumption_map(above: str, config: ConfigAssumption, variable: str, row: str) -> panels.Map:

@@ -24,7 +24,7 @@ from perturbkv.analyses.budget.criteria import Verdict
 from perturbkv.analyses.budget.equal_bytes import EqualBytes, Row, Setting
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.analyses.budget.savings import PairSavings
-from perturbkv.analyses.pairing import common, folded, short_names, side_names
+from perturbkv.analyses.pairing import common, fold, short_names, side_names
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import Label, place_labels
@@ -51,8 +51,8 @@ def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure
             _panel(axes, one, result.along)
         figure.legend(handles=_legend(result.measures[0]), loc="outside upper left", ncols=1 if narrow else 3)
         kl = any(one.measure == "kl" for one in result.measures)
-        said = style.about(result.identity.samples, medians=kl)
-        style.foot(figure, result.identity, f"bars on arrows: intervals of b* · {said}")
+        note = style.interval_legend(result.identity.samples, medians=kl)
+        style.draw_foot(figure, result.identity, f"bars on arrows: intervals of b* · {note}")
         for axes, one in panels:  # when all else has its place
             place_labels(axes, [_label(axes, point, one) for point in one.points if point.equivalent.known])
     return figure
@@ -85,13 +85,13 @@ def _about_budget(one: MeasuredSavings, along: str) -> str:
 
 
 def _curve(axes: Axes, levels: Sequence[Level], measure: str, look: dict[str, Any], name: str) -> None:
-    places = [level.at for level in levels]
+    budgets = [level.at for level in levels]
     values = _scaled(np.array([level.level for level in levels]), measure)
-    axes.plot(places, values, markersize=3, markerfacecolor="none", linewidth=0.9, gid=f"{name} {measure}", **look)
+    axes.plot(budgets, values, markersize=3, markerfacecolor="none", linewidth=0.9, gid=f"{name} {measure}", **look)
     ends = [level.level_interval for level in levels]
     if all(end is not None for end in ends):
         low, high = (_scaled(np.array([getattr(end, side) for end in ends]), measure) for side in ("low", "high"))
-        axes.fill_between(places, low, high, color=look["color"], alpha=0.12, linewidth=0)
+        axes.fill_between(budgets, low, high, color=look["color"], alpha=0.12, linewidth=0)
 
 
 def _scaled(values: np.ndarray, measure: str) -> np.ndarray:
@@ -104,8 +104,8 @@ def _arrow(axes: Axes, point: Point, one: MeasuredSavings, limits: tuple[float, 
     end = point.equivalent.value if point.equivalent.known else limits[point.equivalent.value > 0]
     colour, interval = _looks(1)["color"], point.equivalent.interval
     style_of = {"arrowstyle": "-|>", "color": colour, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 0, "mutation_scale": 6}
-    drawn = axes.annotate("", (end, level), (point.at, level), arrowprops=style_of)
-    drawn.set_gid(f"arrow {one.measure}")
+    annotation = axes.annotate("", (end, level), (point.at, level), arrowprops=style_of)
+    annotation.set_gid(f"arrow {one.measure}")
     if interval is not None and point.equivalent.known:
         ends = np.clip([interval.low, interval.high], *limits)
         axes.plot(ends, [level, level], color=colour, linewidth=2.4, alpha=0.3, solid_capstyle="butt", zorder=1,
@@ -125,10 +125,10 @@ def _label(axes: Axes, point: Point, one: MeasuredSavings) -> Label:
 
 def _legend(one: MeasuredSavings) -> list[Line2D]:
     names = side_names(one.baseline[0].config, one.points[0].config)
-    drawn = [Line2D([], [], markersize=3.5, markerfacecolor="none", label=name, **_looks(side))
+    sides = [Line2D([], [], markersize=3.5, markerfacecolor="none", label=name, **_looks(side))
              for side, name in enumerate(names)]  # fmt: skip
     arrow = Line2D([], [], color=_looks(1)["color"], marker=">", markersize=3.5, label="budget saved: 1 − b / b*")
-    return [*drawn, arrow]
+    return [*sides, arrow]
 
 
 _WIDE_MM, _NARROW_MM = 84, 92
@@ -157,8 +157,8 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         beside = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        said = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {said}")
+        note = style.interval_legend(result.identity.samples, medians=True)
+        style.draw_foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
     return figure
 
 
@@ -177,22 +177,22 @@ def _thresholds(axes: Axes, result: Cliffs) -> None:
     low, high = axes.get_ylim()
     apart = min(_APART, _TOGETHER / len(result))
     step = (high / low) ** apart if axes.get_yscale() == "log" else 1.0
-    for place, threshold in enumerate(result.thresholds):
+    for index, threshold in enumerate(result.thresholds):
         axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
         for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
             height = threshold * step ** ((len(result) - 1) / 2 - shift)
-            _crossing(axes, one, place, (height, colour), limits)
+            _crossing(axes, one, index, (height, colour), limits)
     axes.set(xlim=limits, ylim=(min(low, min(result.thresholds) / 2), max(high, max(result.thresholds) * 2)))
 
 
-def _crossing(axes: Axes, one: Cliff, place: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
-    passed, (height, colour) = one.crossings[place], look
-    if passed.interval is not None:
-        ends = np.clip([passed.interval.low, passed.interval.high], *limits)
+def _crossing(axes: Axes, one: Cliff, index: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
+    crossing, (height, colour) = one.crossings[index], look
+    if crossing.interval is not None:
+        ends = np.clip([crossing.interval.low, crossing.interval.high], *limits)
         axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
                   gid=f"interval {one.name}")  # fmt: skip
-    if passed.known:
-        axes.plot([passed.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
+    if crossing.known:
+        axes.plot([crossing.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
                   gid=f"crossing {one.name}")  # fmt: skip
 
 
@@ -213,29 +213,29 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
         legend = _LINE_MM * -(-(len(result) + 1) // columns)
         figure = style.figure(width_mm, _SAFE_BUDGET_ROW_MM * (count if narrow else 1) + legend)
         panels = figure.subplots(*((count, 1) if narrow else (1, count)), squeeze=False).flat
-        for place, axes in enumerate(panels):
-            _safe_budget_panel(axes, result, place)
+        for index, axes in enumerate(panels):
+            _safe_budget_panel(axes, result, index)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         over = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
-        style.foot(
+        style.draw_foot(
             figure, result.identity, f"full marks: safe, ringed the smallest; side by side at one budget · {over}"
         )
     return figure
 
 
-def _safe_budget_panel(axes: Axes, result: SafeBudgets, place: int) -> None:
-    criterion = result[0].verdicts[place].criterion
+def _safe_budget_panel(axes: Axes, result: SafeBudgets, index: int) -> None:
+    criterion = result[0].verdicts[index].criterion
     scale = 100 if criterion.name == "drop" else 1
     axes.axhline(scale * criterion.limit, color="#b00020", linewidth=0.9, zorder=1, gid="limit")
     looks = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     for number, (one, colour, marker, dash) in enumerate(looks):
-        _line(axes, one.verdicts[place], {"color": colour, "marker": marker, "linestyle": dash}, scale,
+        _line(axes, one.verdicts[index], {"color": colour, "marker": marker, "linestyle": dash}, scale,
               _shift(number, len(result)))  # fmt: skip
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
-    unit = result[0].verdicts[place].budgets[0].config.budget.unit
+    unit = result[0].verdicts[index].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
     style.log_axes(axes, x=True, y=criterion.name == "kl")
-    budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[place].budgets})
+    budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[index].budgets})
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())
 
@@ -255,8 +255,8 @@ def _line(axes: Axes, limited: Verdict, look: dict[str, Any], scale: float, asid
     axes.plot(budgets[known], bounds[known], color=colour, linestyle="", marker="_", markersize=4,
               gid=f"bounds {limited.criterion.name}")  # fmt: skip
     safe = np.array([one.tested and one.holds for one in limited.budgets])
-    for held, fill in ((safe, colour), (~safe, "white")):
-        axes.plot(budgets[held], means[held], color=colour, linestyle="", marker=look["marker"], markersize=3,
+    for mask, fill in ((safe, colour), (~safe, "white")):
+        axes.plot(budgets[mask], means[mask], color=colour, linestyle="", marker=look["marker"], markersize=3,
                   markerfacecolor=fill, gid="safe" if fill is colour else "not safe")  # fmt: skip
     if safe.any():
         last = np.flatnonzero(safe)[-1]
@@ -266,9 +266,9 @@ def _line(axes: Axes, limited: Verdict, look: dict[str, Any], scale: float, asid
 
 def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
     named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
-    drawn = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
+    entries = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
              for one, colour, marker, dash in named]  # fmt: skip
-    return [*drawn, Line2D([], [], color="#b00020", linewidth=0.9, label="limit")]
+    return [*entries, Line2D([], [], color="#b00020", linewidth=0.9, label="limit")]
 
 
 _PANEL_MM, _AROUND_MM = 52, 24
@@ -287,35 +287,35 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
         figure = style.figure(width_mm, len(readings) * _PANEL_MM + _AROUND_MM)
         panels = figure.subplots(len(readings), len(columns), squeeze=False, sharey="row", sharex=True)
         for line, (name, reading) in zip(panels, readings, strict=True):
-            for place, (axes, some) in enumerate(zip(line, columns.values(), strict=True)):
+            for column, (axes, some) in enumerate(zip(line, columns.values(), strict=True)):
                 _equal_bytes_panel(axes, some, result, reading, scored=reading == "score")
-                axes.set_ylabel("" if place else name)
+                axes.set_ylabel("" if column else name)
         for axes, name in zip(panels[0], columns, strict=True):
-            axes.set_title(folded(name, _LETTERS), loc="left")
+            axes.set_title(fold(name, _LETTERS), loc="left")
         for axes in panels[-1]:
             axes.set_xlabel("bytes / full cache in 16 bits (%)")
         figure.legend(
             handles=_equal_bytes_legend(result), loc="outside upper left", ncols=3 if width_mm < style.WIDE_MM else 6
         )
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
 def _columns(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
     """Return the settings that differ in budget alone, by a distinct name."""
     names = short_names([one.baseline for one in settings], "budget")
-    found: dict[str, list[Setting]] = {}
+    columns: dict[str, list[Setting]] = {}
     for one, name in zip(settings, names, strict=True):
-        found.setdefault(name or common([one.baseline], "budget"), []).append(one)
-    return found
+        columns.setdefault(name or common([one.baseline], "budget"), []).append(one)
+    return columns
 
 
 def _equal_bytes_panel(axes: Axes, some: Sequence[Setting], result: EqualBytes, reading: str, scored: bool) -> None:
     looks, factor = _equal_bytes_looks(result), 100 if scored else 1
-    for place, bits in enumerate(looks):
+    for index, bits in enumerate(looks):
         rows = [row for one in some for row in one.rows if row.config.bits == bits]
         rows.sort(key=lambda row: row.byte_share)
-        aside = 10 ** (_EQUAL_BYTES_APART * (place - (len(looks) - 1) / 2))
+        aside = 10 ** (_EQUAL_BYTES_APART * (index - (len(looks) - 1) / 2))
         _equal_bytes_line(axes, rows, reading, factor, aside, gid=f"{bits} bits", **looks[bits])
         alone = [row for row in result.everything if row.config.bits == bits]
         _equal_bytes_line(axes, alone, reading, factor, aside, gid=f"{bits} bits, {_ALL}",
@@ -335,7 +335,7 @@ def _equal_bytes_line(axes: Axes, rows: Sequence[Row], reading: str, factor: flo
     shown = [(row, getattr(row, reading)) for row in rows if getattr(row, reading) is not None]
     if not shown:
         return
-    ends = [style.bars(value, getattr(row, f"{reading}_interval")) for row, value in shown]
+    ends = [style.error_bars(value, getattr(row, f"{reading}_interval")) for row, value in shown]
     bars = [bar for bar in ends if bar is not None]
     axes.errorbar(
         [100 * row.byte_share * aside for row, _ in shown], [factor * value for _, value in shown],

@@ -16,8 +16,8 @@ from perturbkv.analyses.correlation.correlation_settings import Setting
 from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
 from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.pairing import counted
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols, typeset
@@ -27,8 +27,8 @@ _SPREAD = 0.56
 """Share of a row that the points of one measure take."""
 _GAP = 0.9
 """Height, in rows, of the words above the circular measures."""
-_PLACES = {name: place + (_GAP if name in CIRCULAR_MEASURES else 0) for place, name in enumerate(NAMES)}
-_DEALT = "0.82"
+_HEIGHTS = {name: row + (_GAP if name in CIRCULAR_MEASURES else 0) for row, name in enumerate(NAMES)}
+_NULL_COLOUR = "0.82"
 
 
 def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
@@ -50,7 +50,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
         figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
         for panel in axes[:2]:
             typeset(panel.get_yticklabels())
-        style.foot(figure, result.identity, _foot_text(result))
+        style.draw_foot(figure, result.identity, _foot_text(result))
     return figure
 
 
@@ -58,40 +58,42 @@ def _foot_text(result: Correlation) -> str:
     """Return the legend of n and of the bars: each point has an n of its own."""
     answered = sum(part.answered for part in result.parts)
     return (
-        f"of the {counted(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
-        f"bars: 95 % intervals over prompts, ranges where they are fewer than {LEAST} · names alone: prompts' measures "
-        f"dealt out among the prompts · a lost answer: below {result.rule.lost:g} of the full cache's score"
+        f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
+        f"bars: 95 % intervals over prompts, ranges where they are fewer than {MIN_SAMPLES} · names alone: "
+        f"prompts' measures dealt out among the prompts · "
+        f"a lost answer: below {result.rule.lost:g} of the full cache's score"
     )
 
 
 def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
     for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            rho, dealt = one.strength(name).rho, one.named(name).rho.exchanged
-            _point(axes, _PLACES[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
-            _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
+            rho, null = one.strength(name).rho, one.identity_baselines(name).rho.exchanged
+            _point(axes, _HEIGHTS[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
+            _band(axes, _HEIGHTS[name] + shift, null.low, null.high)
     _frame(axes, 0, (-1.05, 1.05), "Spearman’s ρ with the score")
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.set_title("Ranks within a prompt", loc="left")
     if all(np.isnan(one.strength(name).rho.value) for one in settings for name in NAMES):
-        _silence(axes, settings)
+        _note_silence(axes, settings)
 
 
 def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
     for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            area, dealt = one.strength(name).auc, one.named(name).auc.exchanged
-            _point(axes, _PLACES[name] + shift, area.value, area.interval, colour, f"auc {one.name} {name}")
-            _band(axes, _PLACES[name] + shift, dealt.low, dealt.high)
+            area, null = one.strength(name).auc, one.identity_baselines(name).auc.exchanged
+            _point(axes, _HEIGHTS[name] + shift, area.value, area.interval, colour, f"auc {one.name} {name}")
+            _band(axes, _HEIGHTS[name] + shift, null.low, null.high)
     _frame(axes, 0.5, (-0.025, 1.025), "share of pairs (AUC)")
     axes.set_title("Lost above kept within a prompt", loc="left")
     if all(np.isnan(one.strength(name).auc.value) for one in settings for name in NAMES):
-        _silence(axes, settings)
+        _note_silence(axes, settings)
 
 
-def _silence(axes: Axes, settings: Sequence[Setting]) -> None:
-    reasons = dict.fromkeys(one.silence for one in settings)
-    style.note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
+def _note_silence(axes: Axes, settings: Sequence[Setting]) -> None:
+    """Write into an empty panel why no prompt decides."""
+    reasons = dict.fromkeys(one.undecided_reason for one in settings)
+    style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
 
 
 def _shifts(count: int) -> list[float]:
@@ -99,16 +101,16 @@ def _shifts(count: int) -> list[float]:
     return [0.0] if count == 1 else list(np.linspace(-_SPREAD / 2, _SPREAD / 2, count))
 
 
-def _point(axes: Axes, place: float, value: float, interval: Any, colour: Any, gid: str) -> None:
+def _point(axes: Axes, height: float, value: float, interval: Any, colour: Any, gid: str) -> None:
     if not np.isnan(value):
-        axes.errorbar([value], [place], xerr=style.bars(value, interval), color=colour, marker="o", markersize=2.8,
-                      linewidth=0.9, gid=gid)  # fmt: skip
+        axes.errorbar([value], [height], xerr=style.error_bars(value, interval), color=colour, marker="o",
+                      markersize=2.8, linewidth=0.9, gid=gid)  # fmt: skip
 
 
-def _band(axes: Axes, place: float, low: float, high: float) -> None:
+def _band(axes: Axes, height: float, low: float, high: float) -> None:
     """Draw the band of the method identity baseline, behind the point."""
     if not np.isnan(low):
-        axes.plot([low, high], [place, place], color=_DEALT, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
+        axes.plot([low, high], [height, height], color=_NULL_COLOUR, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
 
 
 def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -> None:
@@ -116,8 +118,8 @@ def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -
     axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
               ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
-    axes.set_yticks(list(_PLACES.values()), list(map(symbols, NAMES.values())))
-    axes.set(xlim=limits, ylim=(max(_PLACES.values()) + 0.5, -0.5), xlabel=label)
+    axes.set_yticks(list(_HEIGHTS.values()), list(map(symbols, NAMES.values())))
+    axes.set(xlim=limits, ylim=(max(_HEIGHTS.values()) + 0.5, -0.5), xlabel=label)
 
 
 def _curves(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], measure: str) -> None:
@@ -128,8 +130,8 @@ def _curves(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], mea
                       marker="o", markersize=2.8, gid=f"curve {one.name} {measure}")  # fmt: skip
         for each in bins:  # from its least to its largest answer: between bins there is nothing
             axes.plot([each.low, each.high], [each.lost, each.lost], color=colour, linewidth=1.1, gid="bin")
-            axes.errorbar([each.middle], [each.lost], yerr=style.bars(each.lost, each.lost_interval), color=colour,
-                          linewidth=0.7, alpha=0.6)  # fmt: skip
+            axes.errorbar([each.middle], [each.lost], yerr=style.error_bars(each.lost, each.lost_interval),
+                          color=colour, linewidth=0.7, alpha=0.6)  # fmt: skip
     unit = "" if measure == AGAINST else ", relative"
     axes.set(xlabel=f"{NAMES[measure]}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
     style.log_axes(axes, x=True)
@@ -141,12 +143,19 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
         Line2D([], [], color=colour, marker="o", markersize=3, label=_label(one))
         for colour, one in zip(colours, settings, strict=True)
     ]
-    return [*named, Line2D([], [], color=_DEALT, linewidth=4.2, label="what methods’ names alone tell: middle 95 %")]
+    return [
+        *named,
+        Line2D([], [], color=_NULL_COLOUR, linewidth=4.2, label="what methods’ names alone tell: middle 95 %"),
+    ]
 
 
 def _label(one: Setting) -> str:
     """Return budget, methods, cache share, and the deciding prompts, or why none decides."""
-    held = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
+    shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     deciding = one.strength(HEADLINE)
-    n = f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)" if one.decides else one.silence.split(";")[0]
-    return f"b={one.name}: {len(one.configs)} methods, held / full {held}, {n}"
+    n = (
+        f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)"
+        if one.decides
+        else one.undecided_reason.split(";")[0]
+    )
+    return f"b={one.name}: {len(one.configs)} methods, held / full {shares}, {n}"

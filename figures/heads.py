@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
-from perturbkv.analyses.pairing import common, counted, folded, short_names, side_names
+from perturbkv.analyses.pairing import common, fold, plural, short_names, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
-from perturbkv.figures.labels import held_sides, sort_by_cache_share
+from perturbkv.figures.labels import cache_share_sides, sort_by_cache_share
 
 FLAG_COLOUR = "#c1272d"
 _DECADES_BELOW = 1000.0
@@ -52,7 +52,7 @@ def scatter(
     axes.scatter(x[shown], y[shown], s=size, c=layers[shown], linewidths=0, zorder=3, gid="heads", **colours)
     axes.scatter(x[flagged], y[flagged], s=size + 14 * scale, facecolors="none", edgecolors=FLAG_COLOUR, linewidths=0.6,
                  zorder=4, gid="flagged")  # fmt: skip
-    for marker, there in _pointing(kind, ends).items():
+    for marker, there in _edge_markers(kind, ends).items():
         axes.scatter(x[there], y[there], s=size + 10 * scale, c=layers[there], marker=marker, linewidths=0, zorder=5,
                      clip_on=False, gid="outside", **colours)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
@@ -66,8 +66,8 @@ def outside(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]:
     return np.asarray(((both < ends[0]) | (both > ends[1])).any(axis=0))
 
 
-def _pointing(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
-    """Return triangle -> (layer, head) whose mean is beyond the axes on the side that it points to."""
+def _edge_markers(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
+    """Return triangle -> (layer, head) True for means beyond the axes on the side that it points to."""
     x, y = kind.baseline_mean, kind.treatment_mean
     sides = {"v": y < ends[0], "^": y > ends[1]}
     sides |= {"<": (x < ends[0]) & ~sides["v"], ">": (x > ends[1]) & ~sides["^"]}
@@ -76,10 +76,10 @@ def _pointing(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np
 
 def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
     """Return axis ends that include all heads of all panels but the few of each that would leave the axes empty."""
-    found = [ends for ends in map(_ends, kinds) if ends]
-    if not found:
+    inside = [ends for ends in map(_ends, kinds) if ends]
+    if not inside:
         return 0.1, 10.0
-    low, high = min(low for low, _ in found), max(high for _, high in found)
+    low, high = min(low for low, _ in inside), max(high for _, high in inside)
     margin = _MARGIN * (high - low) + 0.03
     return float(10 ** (low - margin)), float(10 ** (high + margin))
 
@@ -90,8 +90,8 @@ def _ends(kind: HeadKind) -> tuple[float, float] | None:
     positive = both[both > 0]
     if not positive.size:
         return None
-    held = both.min(axis=0) >= np.median(positive) / _DECADES_BELOW
-    lows = np.sort(np.log10(both.min(axis=0)[held])) if held.any() else np.log10(positive[:1])
+    inside = both.min(axis=0) >= np.median(positive) / _DECADES_BELOW
+    lows = np.sort(np.log10(both.min(axis=0)[inside])) if inside.any() else np.log10(positive[:1])
     highs = np.sort(np.log10(both.max(axis=0)[both.max(axis=0) > 0]))
     most = max(1, int(_FEW * both.shape[1]))
     low = lows[_outlier_count(lows - lows[0], highs[-1] - lows[0], most)]
@@ -124,10 +124,10 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
             _panel(panel, result, name)
-        style.layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
+        style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        style.foot(figure, result.identity, f"held / full {held_sides(result.held)} · {foot_text(result)}")
+        style.draw_foot(figure, result.identity, f"held / full {cache_share_sides(result.held)} · {foot_text(result)}")
     return figure
 
 
@@ -137,7 +137,7 @@ def foot_text(result: HeadComparison) -> str:
     return (
         "share: mean of samples; counts: by heads' means; Σ: over heads and samples · tied: within 2 noise floors, or "
         f"the same entries kept · beyond chance: {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 % · "
-        f"{style.about(result.identity.samples)}"
+        f"{style.interval_legend(result.identity.samples)}"
     )
 
 
@@ -152,7 +152,7 @@ def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
     axes.set_title(_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=7.5)
     beyond = int(outside(kind, ends).sum())
     if beyond:
-        style.note(axes, f"{counted(beyond, 'head')} outside (▼)")
+        style.draw_note(axes, f"{plural(beyond, 'head')} outside (▼)")
 
 
 def _title(kind: HeadKind, name: str, over: str) -> str:
@@ -161,15 +161,15 @@ def _title(kind: HeadKind, name: str, over: str) -> str:
     beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{over}: {ratio}", counts, beyond]
-    return "\n".join(folded(line, _LETTERS) for line in lines)
+    return "\n".join(fold(line, _LETTERS) for line in lines)
 
 
 def _axis(side: str, name: str, unit: str) -> str:
-    return folded(f"{side}, {name} perturbation ({unit})", _LETTERS)
+    return fold(f"{side}, {name} perturbation ({unit})", _LETTERS)
 
 
 def _further_lines(result: HeadComparison) -> int:
-    """Return how many more lines the title and the axis label have than with short names."""
+    """Return the number of lines of title and axis label beyond those of short names."""
     baseline, _ = side_names(result.baseline, result.treatment)
     unit = DISTANCES[result.distance].unit
     title = _title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
@@ -181,7 +181,7 @@ def legend(result: HeadComparison) -> list[Line2D]:
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
-               markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5 ({counted(int(result.flagged.sum()), 'head')})"),
+               markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5 ({plural(int(result.flagged.sum()), 'head')})"),
     ]  # fmt: skip
     if result.isolated.tied or result.propagated.tied:
         entries.append(Line2D([], [], linestyle="", marker="x", markersize=3, color="0.5", label="tied"))
@@ -193,7 +193,7 @@ _HEAD_PANELS_LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
 _MANY, _WIDE_MANY = 6, 9
 """Numbers of pairs, in one column and in two, above which panels are smaller, so that the figure fits its page."""
 
-_SAID = "in the titles: isolated / propagated · ▼: heads outside the axes"
+_NOTE = "in the titles: isolated / propagated · ▼: heads outside the axes"
 
 
 @dataclass(frozen=True)
@@ -234,12 +234,12 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         return draw_pair(result[0], width_mm)
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        grid, ordered = _grid(len(result), width_mm), _ordered(result.members)
+        grid, ordered = _grid(len(result), width_mm), _sort_pairs(result.members)
         titles = _titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
-        shared, said = _shared(ordered), f"{_SAID} · {foot_text(ordered[0])}"
-        further = style.long_foot_mm(result.identity, said, width_mm) + style.long_title_mm(shared, width_mm)
+        shared, note = _shared(ordered), f"{_NOTE} · {foot_text(ordered[0])}"
+        further = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(shared, width_mm)
         further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
         figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
@@ -252,24 +252,24 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         _name_axes(axes.ravel().tolist(), ordered, grid.columns)
         axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
                           handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
-        style.layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
+        style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
-        style.title(figure, shared)
-        style.foot(figure, result.identity, said)
+        style.set_title(figure, shared)
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
-def _ordered(results: Sequence[HeadComparison]) -> list[HeadComparison]:
+def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
     baselines = list(dict.fromkeys(result.baseline for result in results))
-    together = sorted(results, key=lambda result: baselines.index(result.baseline))
-    return sort_by_cache_share(together, lambda result: result.held[0])
+    by_baseline = sorted(results, key=lambda result: baselines.index(result.baseline))
+    return sort_by_cache_share(by_baseline, lambda result: result.held[0])
 
 
 def _head_panels_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
     scatter(axes, result.propagated, result.flagged, ends, scale)
     beyond = int(outside(result.propagated, ends).sum())
     if beyond:
-        style.note(axes, f"{beyond} ▼")
+        style.draw_note(axes, f"{beyond} ▼")
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
@@ -304,7 +304,7 @@ def _legend(results: Sequence[HeadComparison]) -> list[object]:
     return list(handles)
 
 
-def _named(result: HeadComparison, baselines: bool, treatments: bool) -> str:
+def _side_text(result: HeadComparison, baselines: bool, treatments: bool) -> str:
     """Return the sides that are not the same in all panels."""
     first, second = side_names(result.baseline, result.treatment)
     return f"{first} → {second}" if baselines else second if treatments else ""
@@ -314,14 +314,14 @@ def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
     """Return a distinct name of each pair with, for both kinds, the share of better heads and Σ over the baseline's."""
     apart = short_names([result.baseline for result in results], "selection")
     baselines, treatments = _sides(results)
-    found = []
+    titles = []
     for result, words in zip(results, apart, strict=True):
         kinds = (result.isolated, result.propagated)
         shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
-        name = " ".join(part for part in (_named(result, len(baselines) > 1, len(treatments) > 1), words) if part)
+        name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), words) if part)
         between = " /\n  " if grid.split else " / "
-        lines = [folded(name, grid.letters), f"held / full {held_sides(result.held)}",
+        lines = [fold(name, grid.letters), f"held / full {cache_share_sides(result.held)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
-        found.append("\n".join(line for line in lines if line))
-    return found
+        titles.append("\n".join(line for line in lines if line))
+    return titles

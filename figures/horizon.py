@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses import text
 from perturbkv.analyses.horizon.growth import KINDS, ConfigHorizon
 from perturbkv.analyses.horizon.horizon import Horizon
-from perturbkv.analyses.pairing import SIDE, apart, budgets, setting_name, short_names
+from perturbkv.analyses.pairing import SIDE, budget_names, distinct_choices, setting_name, short_names
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -49,7 +49,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         _finish(axes, result, rows, every=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(figure, result.identity, f"{_samples(result)}{_cache_shares(configs)}")
+        style.draw_foot(figure, result.identity, f"{_samples(result)}{_cache_shares(configs)}")
     return figure
 
 
@@ -63,7 +63,7 @@ def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
 
 def _selection(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
     """Return policy and selection, as far as they are distinct among the configurations."""
-    words = apart([one.config for one in configs])[list(configs).index(config)]
+    words = distinct_choices([one.config for one in configs])[list(configs).index(config)]
     return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
 
 
@@ -73,8 +73,8 @@ def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
 
 
 def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
-    drawn = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
-    for axes, (kind, (values, band)) in zip(panels, {**drawn, "kl": (config.kl, config.kl_interval)}.items(),
+    curves = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
+    for axes, (kind, (values, band)) in zip(panels, {**curves, "kl": (config.kl, config.kl_interval)}.items(),
                                             strict=True):  # fmt: skip
         steps = np.arange(len(values))
         axes.plot(steps, values, line, color=colour, gid=kind)
@@ -84,7 +84,7 @@ def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
 
 def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], every: bool) -> None:
     """Set titles, units, whole steps, and each quantity's range from 0 to the same end in all rows."""
-    names = [" ".join(parts) for parts in budgets([row[0].config for row in rows], *SIDE)]
+    names = [" ".join(parts) for parts in budget_names([row[0].config for row in rows], *SIDE)]
     for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -96,7 +96,7 @@ def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]],
         top = max(panel.get_ylim()[1] for panel in column)
         for panel in column:
             panel.set_ylim(0, top)
-    style.note(axes[0, 0], f"everything kept: {np.max(result.noise_floor):.1e}")
+    style.draw_note(axes[0, 0], f"everything kept: {np.max(result.noise_floor):.1e}")
 
 
 def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: dict[str, Any]) -> list[Line2D]:
@@ -105,7 +105,7 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
     if len(dashes) < 2:
         return handles
     firsts = [group[0].config for group in _groups(configs).values()]
-    names = [" ".join(parts) for parts in budgets(firsts, *SIDE)]
+    names = [" ".join(parts) for parts in budget_names(firsts, *SIDE)]
     return [*handles, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
 
@@ -132,7 +132,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             result.identity.layer,
         )
         flips = result.configs[0].curves["propagated"].sign_flips.flips
-        style.foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "
+        style.draw_foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "
                    "Benjamini–Hochberg at 5 %")  # fmt: skip
     return figure
 
@@ -155,7 +155,7 @@ def _samples(result: Horizon) -> str:
         if result.samples_too_short_for_growth
         else ""
     )
-    return f"{style.about(first)}{ending}{short}"
+    return f"{style.interval_legend(first)}{ending}{short}"
 
 
 def _map(name: str, config: ConfigHorizon) -> heatmaps.Map:

@@ -22,25 +22,22 @@ from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.pairing import folded
+from perturbkv.analyses.pairing import fold
 from perturbkv.figures import style
 
 Result = TypeVar("Result")
 
 
-def sort_by_cache_share(results: Sequence[Result], held: Callable[[Result], float]) -> list[Result]:
-    """Return the results sorted by cache share, ascending: of 800 tokens a budget of 0.2 is more than 128.
-
-    Unchanged where one share is NaN.
-    """
-    shares = [held(result) for result in results]
+def sort_by_cache_share(results: Sequence[Result], cache_share: Callable[[Result], float]) -> list[Result]:
+    """Return the results sorted by cache share, ascending; unchanged where a share is NaN."""
+    shares = [cache_share(result) for result in results]
     if np.isnan(shares).any():
         return list(results)
-    return [results[place] for place in np.argsort(shares, kind="stable")]
+    return [results[index] for index in np.argsort(shares, kind="stable")]
 
 
-def held_sides(shares: tuple[float, float]) -> str:
-    """Return both sides' cache shares, once where they are the same."""
+def cache_share_sides(shares: tuple[float, float]) -> str:
+    """Return both sides' cache shares as text, once where they are equal."""
     return " → ".join(dict.fromkeys(map(text.decimal, shares)))
 
 
@@ -48,7 +45,7 @@ _POINTS_MM = 72 / 25.4
 
 
 def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
-    """Return the most columns, up to `most`, in which the longest name fits; at least 1."""
+    """Return the largest number of legend columns, up to `most`, in which the longest name fits; at least 1."""
     size = FontProperties(size=rcParams["legend.fontsize"]).get_size_in_points()
     widest = max(float(TextPath((0, 0), name, size=size).get_extents().width) for name in names)
     handle, between = (
@@ -90,7 +87,7 @@ def key_names(parts: Sequence[Sequence[str]], numbered: bool) -> KeyNames:
     """Return the names themselves, or numbers from 1 and a key."""
     if not numbered:
         return KeyNames(["\n".join(one) for one in parts], [])
-    return KeyNames([str(place + 1) for place in range(len(parts))], [" ".join(one) for one in parts])
+    return KeyNames([str(number) for number in range(1, len(parts) + 1)], [" ".join(one) for one in parts])
 
 
 def key_height_mm(key: Sequence[str], width_mm: float) -> float:
@@ -106,10 +103,10 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
     """Draw the key above the figure's foot: number, name, and a line in the name's colour, where it has one."""
     if not key:
         return
-    entries, drawn = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
+    entries, line_colours = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=2.4, label=entry)
-        for entry, colour in zip(entries, drawn, strict=True)
+        for entry, colour in zip(entries, line_colours, strict=True)
     ]
     style.lay_out_above(figure, foot_mm + key_height_mm(key, width_mm))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
@@ -120,7 +117,7 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
 def _entries(key: Sequence[str], width_mm: float) -> list[str]:
     """Return number and name, folded to the figure's width."""
     room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
-    return [folded(f"{place}  {name}", room) for place, name in enumerate(key, 1)]
+    return [fold(f"{number}  {name}", room) for number, name in enumerate(key, 1)]
 
 
 def _columns(entries: Sequence[str], width_mm: float) -> int:
@@ -159,10 +156,10 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label where it costs least; one that fits neither the panel nor beside the others is left out."""
-    drawn = axes.get_figure()
-    assert drawn is not None
-    drawn.draw_without_rendering()  # type: ignore[union-attr]
+    """Write each label at the side of its point with the least cost; a label that finds no room is left out."""
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.draw_without_rendering()  # type: ignore[union-attr]
     curves, taken = _curves(axes), list[Bbox]()
     for label in labels:
         written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points", fontsize=6,
@@ -196,9 +193,9 @@ def _move(
 
 def _curves(axes: Axes) -> NDArray[np.float64]:
     """Return the panel's lines as points (point, 2) in screen coordinates."""
-    shares, found = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
+    shares, segments = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
     for line in axes.get_lines():
         ends = line.get_transform().transform(np.column_stack(line.get_data()))
-        found += [first + shares * (second - first) for first, second in zip(ends[:-1], ends[1:], strict=True)]
-    points = np.concatenate(found)
+        segments += [first + shares * (second - first) for first, second in zip(ends[:-1], ends[1:], strict=True)]
+    points = np.concatenate(segments)
     return np.asarray(points[np.isfinite(points).all(axis=1)])

@@ -20,10 +20,10 @@ from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.pairing import counted, side_names
+from perturbkv.analyses.pairing import plural, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
-from perturbkv.figures.labels import held_sides, sort_by_cache_share
+from perturbkv.figures.labels import cache_share_sides, sort_by_cache_share
 
 _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
 _MOST_IN_A_PANEL = 2
@@ -48,12 +48,12 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
             if ordered[0].noise_floor_known
             else "equal (no floor in this trace)"
         )
-        held = (
-            f"held / full of {', '.join(f'b={one.baseline.budget}: {held_sides(one.cache_shares)}' for one in ordered)}"
+        shares = ", ".join(f"b={one.baseline.budget}: {cache_share_sides(one.cache_shares)}" for one in ordered)
+        about = style.interval_legend(result.identity.samples, medians=True)
+        note = (
+            f"drift: medians; percent: of the means over samples · {about} · ×: tied, {tie} · held / full of {shares}"
         )
-        about = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"drift: medians; percent: of the means over samples · {about} · ×: tied, "
-                   f"{tie} · {held}")  # fmt: skip
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
@@ -78,8 +78,8 @@ def _shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
         Line2D([], [], color=colour, label=f"b={result.baseline.budget}")
         for result, colour in zip(results, colours, strict=True)
     ]
-    style.legend_below(absolute, _sides(results[0]), 2)
-    style.legend_below(relative, budgets, 3)
+    style.draw_legend_below(absolute, _sides(results[0]), 2)
+    style.draw_legend_below(relative, budgets, 3)
     return figure
 
 
@@ -193,7 +193,7 @@ def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
         for side in (result.baseline_median_drift, result.treatment_median_drift)
     )
     if hidden:
-        style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
+        style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
 
 
 _WIDE, _NARROW, _LAST_LAYER_ROW_MM, _LAST_LAYER_AROUND_MM = 3, 2, 50, 14
@@ -218,7 +218,7 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
             panel.set_axis_off()
         _name_axes(list(axes.flat), ordered, columns)
         figure.legend(handles=_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
-        style.foot(figure, result.identity, _foot_text(ordered[0]))
+        style.draw_foot(figure, result.identity, _foot_text(ordered[0]))
     return figure
 
 
@@ -227,7 +227,7 @@ def _foot_text(result: LastLayer) -> str:
     first, _ = side_names(result.baseline, result.treatment)
     return (
         f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
-        f"{first}'s, {style.about(result.identity.samples)}"
+        f"{first}'s, {style.interval_legend(result.identity.samples)}"
     )
 
 
@@ -241,24 +241,24 @@ def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int)
 
 
 def _panel(axes: Axes, result: LastLayer, font: float) -> None:
-    places, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
+    positions, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
     colours: Any = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
     first, second = style.positive(result.baseline_drift), style.positive(result.treatment_drift)
-    axes.vlines(places, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
-    size = 11 if len(places) <= 60 else 4
-    axes.scatter(places[~tied], first[~tied], s=size, facecolors="white", edgecolors=colours[~tied], linewidths=0.8,
+    axes.vlines(positions, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
+    size = 11 if len(positions) <= 60 else 4
+    axes.scatter(positions[~tied], first[~tied], s=size, facecolors="white", edgecolors=colours[~tied], linewidths=0.8,
                  zorder=3, gid="baseline")  # fmt: skip
-    axes.scatter(places[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
-    axes.scatter(places[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
+    axes.scatter(positions[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
+    axes.scatter(positions[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
     style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
-    held = f"b={result.baseline.budget}, held / full {held_sides(result.cache_shares)}"
-    axes.set_title(f"{held}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
+    budget = f"b={result.baseline.budget}, held / full {cache_share_sides(result.cache_shares)}"
+    axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
-        style.note(axes, f"{counted(hidden, 'drift')} of 0 not drawn")
+        style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
 
 
 def _legend(results: Sequence[LastLayer]) -> list[Line2D]:
@@ -291,11 +291,11 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
         axes[2].set_ylim(-0.03, 1.03)
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
-        handles = [drawn for drawn in axes[0].get_lines() if drawn.get_gid()]  # by label "_my.py:Score" would be lost
+        handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
         beside = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        about = style.about(result.identity.samples, medians=True)
-        style.foot(figure, result.identity, f"drift and KL: medians over samples · {about}{_budgets(result)}")
+        about = style.interval_legend(result.identity.samples, medians=True)
+        style.draw_foot(figure, result.identity, f"drift and KL: medians over samples · {about}{_budgets(result)}")
     return figure
 
 
@@ -322,7 +322,7 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
     axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
     axes.set_title(title, loc="left")
     if hidden:
-        style.note(axes, f"{counted(hidden, 'value')} of 0 not drawn")
+        style.draw_note(axes, f"{plural(hidden, 'value')} of 0 not drawn")
 
 
 def _ticks(low: float, high: float) -> list[float]:

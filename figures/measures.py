@@ -29,7 +29,7 @@ def draw(result: Measures, width_mm: float = style.WIDE_MM) -> Figure:
         for panel, (setting, kind) in zip(axes, panels, strict=True):
             _panel(panel, setting, kind)
         figure.legend(handles=_legend(), loc="outside upper left", ncols=len(_MARKS))
-        style.foot(figure, result.identity, style.about(result.identity.samples))
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
@@ -60,7 +60,7 @@ def _point(axes: Axes, index: int, distance: str, measured: HeadKind) -> None:
     if np.isnan(ratio) or ratio <= 0:
         return
     colour = style.category_colours(len(_MARKS))[list(_MARKS).index(distance)]
-    axes.errorbar([ratio], [index + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+    axes.errorbar([ratio], [index + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3.0, linewidth=0.9, gid=distance)  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from perturbkv.analyses import text
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
 from perturbkv.analyses.needle.needle import Needle
 from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, RankedBudget, Retrieval, RetrievalCorrelation
-from perturbkv.analyses.pairing import SIDE, apart, common, counted, short_names
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.pairing import SIDE, common, distinct_choices, plural, short_names
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -58,9 +58,11 @@ def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
         settings = common(result.identity.configs)
-        style.title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
+        style.set_title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
-        style.foot(figure, result.identity, f"{style.about(result.identity.samples)} · held / full {shares}")
+        style.draw_foot(
+            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · held / full {shares}"
+        )
     return figure
 
 
@@ -109,7 +111,7 @@ def _name(result: Needle, method: Retrieval) -> list[str]:
     if method.config is None:
         return ["full cache"]
     configs = result.identity.configs
-    words = apart(configs)[configs.index(method.config)]
+    words = distinct_choices(configs)[configs.index(method.config)]
     sides = [words.pop(choice, "") for choice in SIDE]
     return [line for line in (*sides, " ".join(words.values())) if line] or ["evicted"]
 
@@ -151,7 +153,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
             f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
         )
         note = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
-        style.foot(figure, result.identity, f"{note} {', '.join(shares)}")
+        style.draw_foot(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
 
@@ -169,7 +171,7 @@ def _needle_depths_panel(axes: Axes, methods: list[Retrieval], depth: int) -> No
         score, digits = float(method.by_depth[depth]), float(method.digits_by_depth[depth])
         if np.isnan(score):
             continue
-        bars = None if ends is None or np.isnan(ends.low) else style.bars(score, ends)
+        bars = None if ends is None or np.isnan(ends.low) else style.error_bars(score, ends)
         axes.errorbar([score], [row - 0.14], xerr=bars, color=colours[0], marker=_MARKS["score"][0], markersize=3,
                       linewidth=0.7, clip_on=False, gid="score")  # fmt: skip
         axes.plot([digits], [row + 0.2], color=colours[1], marker=_MARKS["digits"][0], markersize=2.4, clip_on=False,
@@ -208,17 +210,17 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             panel.tick_params(labelleft=index % columns == 0)
         if not budgets:
             axes.flat[0].set(xticks=[], yticks=[])
-            style.note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
+            style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
         figure.legend(handles=_retrieval_legend(), loc="outside upper left", ncols=2)
-        style.foot(figure, result.identity, _foot_note(result.correlation.samples))
+        style.draw_foot(figure, result.identity, _foot_note(result.correlation.samples))
     return figure
 
 
 def _foot_note(answered: int) -> str:
     """Return the legend of n and of the bars: each point has an n of its own."""
     return (
-        f"n: deciding ones of the {counted(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
-        f"over them, ranges where they are fewer than {LEAST}"
+        f"n: deciding ones of the {plural(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
+        f"over them, ranges where they are fewer than {MIN_SAMPLES}"
     )
 
 
@@ -272,7 +274,7 @@ def _point(axes: Axes, y: float, one: RetrievalCorrelation) -> None:
     if np.isnan(one.rho):
         return
     marker, _, offset = _RETRIEVAL_MARKS[one.outcome]
-    bars = style.bars(one.rho, one.rho_interval)
+    bars = style.error_bars(one.rho, one.rho_interval)
     axes.errorbar([one.rho], [y + offset], xerr=bars, color=_colours()[one.outcome], marker=marker,
                   markersize=3.2, linewidth=0.9, gid=f"{one.measure} {one.outcome}")  # fmt: skip
 

@@ -31,7 +31,7 @@ _DARK = 0.5
 class Map:
     """A panel: (layer, head) values, NaN left blank, and the heads that carry a mark.
 
-    `row` is the text at the left of a row of panels.
+    `row` is the label of the row of panels.
     """
 
     title: str
@@ -60,9 +60,9 @@ class Scale:
 
 
 def draw_maps(
-    rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, named: Callable[[int], int]
+    rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, layer_name: Callable[[int], int]
 ) -> Figure:
-    """Draw the panels in their rows, with one colour bar; `named` returns a layer's name. Call inside `style.use()`."""
+    """Draw rows of maps with one colour bar; `layer_name` maps an index to a layer. Call inside `style.use()`."""
     columns = max(len(row) for row in rows)
     panel = float(np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM))
     lines = [max(shown.title.count("\n") + 1 for shown in row) for row in rows]
@@ -75,8 +75,8 @@ def draw_maps(
             if index >= len(shown):
                 at.set_axis_off()
                 continue
-            _panel(at, shown[index], scale)
-            at.set_yticklabels([str(named(int(tick.get_text()))) for tick in at.get_yticklabels()])
+            _map_panel(at, shown[index], scale)
+            at.set_yticklabels([str(layer_name(int(tick.get_text()))) for tick in at.get_yticklabels()])
             at.set_title(shown[index].title, loc="left", fontsize=_NARROW_FONT if narrow else None)
             at.tick_params(labelleft=index == 0)
             at.set_xlabel("head" if shown is rows[-1] else "")
@@ -86,15 +86,12 @@ def draw_maps(
                           location="bottom" if narrow else "right", fraction=thickness,
                           pad=0.02, aspect=25)  # fmt: skip
     bar.outline.set_visible(False)
-    style.title(figure, title)
+    style.set_title(figure, title)
     return figure
 
 
-def heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: float | None, colours: Any) -> None:
-    """Draw a matrix of (layer, head) as `seaborn.heatmap` does, the first layer at the top.
-
-    seaborn takes a second to import and draws the whole figure once more for its ticks.
-    """
+def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: float | None, colours: Any) -> None:
+    """Draw a (layer, head) matrix as `seaborn.heatmap` does, without its slow import and second drawing."""
     layers, heads = values.shape
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -102,21 +99,20 @@ def heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: float | N
                     rasterized=layers * heads > 4000)  # fmt: skip
     axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="", ylabel="")
     for axis, count in ((axes.xaxis, heads), (axes.yaxis, layers)):
-        shown = range(0, count, _every(count))
+        shown = range(0, count, _tick_distance(count))
         axis.set_ticks([index + 0.5 for index in shown], labels=[str(index) for index in shown])
     for label in axes.get_yticklabels():
         label.set_verticalalignment("center")
 
 
-def _panel(axes: Axes, shown: Map, scale: Scale) -> None:
-    layers, heads = shown.values.shape
-    heatmap(axes, shown.values, scale.low, scale.high, scale.colours)
-    _mark(axes, shown, scale)
+def _map_panel(axes: Axes, shown: Map, scale: Scale) -> None:
+    draw_heatmap(axes, shown.values, scale.low, scale.high, scale.colours)
+    _draw_marks(axes, shown, scale)
     axes.tick_params(length=2, rotation=0)
 
 
-def _mark(axes: Axes, shown: Map, scale: Scale) -> None:
-    """Draw dots much smaller than a cell, dark on light and light on dark, so that the cell's colour stays visible."""
+def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
+    """Draw small dots on marked cells, black on light colours and white on dark ones."""
     layers, heads = shown.values.shape
     indices = np.argwhere(shown.marked)
     dark = np.nan_to_num(scale.shade(shown.values[shown.marked]), nan=1.0) < _DARK
@@ -125,8 +121,8 @@ def _mark(axes: Axes, shown: Map, scale: Scale) -> None:
                  linewidths=0, gid="marks")  # fmt: skip
 
 
-def _every(count: int) -> int:
-    """Return the distance between tick labels: at most eight of them."""
+def _tick_distance(count: int) -> int:
+    """Return the distance between tick labels, for at most eight of them."""
     return max(1, -(-count // 8))
 
 
@@ -134,35 +130,35 @@ _DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
-def point(axes: Axes, index: int, kind: str, measured: HeadKind, without: str) -> None:
-    """Draw one kind of perturbation in row `place`; `without` says why it has none."""
+def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: str) -> None:
+    """Draw the ratio of one kind of perturbation in row `index`, or the reason why there is none."""
     marker, offset = _MARKS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
-        axes.text(1, index + offset, f" {kind}: {without}", fontsize=5.5, color="0.5", va="center")
+        axes.text(1, index + offset, f" {kind}: {reason}", fontsize=5.5, color="0.5", va="center")
         return
     colour = style.category_colours(2)[list(_MARKS).index(kind)]
     axes.plot([measured.median_ratio], [index + offset], linestyle="", color=colour, marker="|", markersize=4.5,
               markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
-    axes.errorbar([ratio], [index + offset], xerr=style.bars(ratio, measured.sum_ratio_interval), color=colour,
+    axes.errorbar([ratio], [index + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
                   marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
 
 
-def drift(axes: Axes, index: int, row: Outcome) -> None:
-    """Draw the last layer's drift in row `place`, beneath the heads; nothing where there is none."""
+def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
+    """Draw the last layer's drift in row `index`, below the heads; nothing where there is none."""
     if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
         return
-    axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.bars(row.drift_ratio, row.drift_ratio_interval),
+    axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.error_bars(row.drift_ratio, row.drift_ratio_interval),
                   color=_DRIFT_COLOUR, marker="D", markersize=2.6, linewidth=0.9, gid="drift")  # fmt: skip
 
 
-def drift_mark() -> Line2D:
-    """Return the legend entry of `drift`."""
+def drift_entry() -> Line2D:
+    """Return the legend entry of the drift."""
     return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")
 
 
-def legend() -> list[Line2D]:
-    """Return the legend entries of the points."""
+def ratio_entries() -> list[Line2D]:
+    """Return the legend entries of the ratios."""
     sums = [
         Line2D(
             [], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind}, sum of heads"

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import folded, side_names
+from perturbkv.analyses.pairing import fold, side_names
 from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 
@@ -41,7 +41,7 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
             {"shapley": _values, "greedy": _curves}[kind](axes, result)
         _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 3)
-        style.foot(figure, result.identity, style.about(len(result.sample_ids)))
+        style.draw_foot(figure, result.identity, style.interval_legend(len(result.sample_ids)))
     return figure
 
 
@@ -102,9 +102,9 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
             ("drift", one.drift_ratio, one.drift_ratio_interval, "D", _OFFSET),
         ):
             colour = style.category_colours(4)[2 if name == "propagated" else 3]
-            axes.errorbar([value], [index + offset], xerr=style.bars(value, interval), color=colour, marker=marker,
-                          markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
-    axes.set_yticks(range(len(result.named)), [folded(one.name, letters) for one in result.named])
+            axes.errorbar([value], [index + offset], xerr=style.error_bars(value, interval), color=colour,
+                          marker=marker, markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
+    axes.set_yticks(range(len(result.named)), [fold(one.name, letters) for one in result.named])
     axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {_baseline(result)}'s everywhere (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")

@@ -19,14 +19,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses import text
-from perturbkv.analyses.pairing import SIDE, apart, counted, folded, short_names
+from perturbkv.analyses.pairing import SIDE, distinct_choices, fold, plural, short_names
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
-from perturbkv.analyses.quality.judge import OUTCOMES, Judged, Preferences
+from perturbkv.analyses.quality.judge import OUTCOMES, JudgeScores, Preferences
 from perturbkv.analyses.quality.quality import Quality
 from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
-from perturbkv.analyses.quality.score_tables import about_scores
-from perturbkv.analyses.stats.intervals import LEAST, Band, median_level
+from perturbkv.analyses.quality.score_tables import scores_note
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
@@ -57,18 +57,18 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         rows = -(-len(shown) // columns)
         beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
-        said = f"{about_scores(result.datasets)} {_bars(result)}"
-        foot_mm = style.long_foot_mm(result.identity, said, width_mm)
+        note = f"{scores_note(result.datasets)} {_bars(result)}"
+        foot_mm = style.long_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for place, panel in enumerate(axes[: len(shown)]):
-            _panel(panel, shown[place], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
-            panel.set_ylabel("score × 100" if place % columns == 0 else "")
-            panel.set_xlabel(_axis(result) if place + columns >= len(shown) else "")
+        for index, panel in enumerate(axes[: len(shown)]):
+            _panel(panel, shown[index], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
+            panel.set_ylabel("score × 100" if index % columns == 0 else "")
+            panel.set_xlabel(_axis(result) if index + columns >= len(shown) else "")
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
         figure.legend(handles=_legend(curves), loc="outside upper left", ncols=beside)
-        style.foot(figure, result.identity, said)
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
@@ -90,25 +90,25 @@ def _curves(result: Quality) -> Curves:
 
 def _panel(axes: Axes, column: ScoreColumn, curves: Curves, title: int) -> None:
     _full(axes, column)
-    places = np.arange(len(curves)) - (len(curves) - 1) / 2
+    offsets = np.arange(len(curves)) - (len(curves) - 1) / 2
     apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
-    drawn = zip(curves.items(), _looks(len(curves)), apart * places, strict=True)
-    for (name, some), (colour, marker), points in drawn:
+    looks = zip(curves.items(), _looks(len(curves)), apart * offsets, strict=True)
+    for (name, some), (colour, marker), points in looks:
         scores = [column.methods[index] for index, _ in some]
-        made = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
+        curve = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
                              np.array([100 * one.score for one in scores]),
                              yerr=_reach(scores), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
                              linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
-        _shift(axes, made, points)
-    axes.set_title(folded(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
+        _shift(axes, curve, points)
+    axes.set_title(fold(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
     _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
     axes.grid(visible=True, axis="y")
 
 
-def _shift(axes: Axes, made: ErrorbarContainer, points: float) -> None:
+def _shift(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
     """Shift a drawn curve by points of print; its data stay unchanged."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
-    for artist in made.get_children():
+    for artist in curve.get_children():
         artist.set_transform(axes.transData + shift)
 
 
@@ -146,7 +146,7 @@ def _full(axes: Axes, column: ScoreColumn) -> None:
 
 def _reach(scores: Sequence[MethodScore]) -> Any:
     """Return the distances (2, budget) from each score to its interval's ends; None where there are none."""
-    bars = [bar for bar in (style.bars(one.score, one.score_interval) for one in scores) if bar is not None]
+    bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
     return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
@@ -172,7 +172,9 @@ def _legend(curves: Curves) -> list[Line2D]:
 def _bars(result: Quality) -> str:
     """Return the legend of bars and bands."""
     sizes = [one.samples for one in result.datasets]
-    kind = "95 % intervals" if min(sizes) >= LEAST else f"95 % intervals, of fewer than {LEAST} samples ranges"
+    kind = (
+        "95 % intervals" if min(sizes) >= MIN_SAMPLES else f"95 % intervals, of fewer than {MIN_SAMPLES} samples ranges"
+    )
     return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
 
 
@@ -201,7 +203,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         ]
         _finish(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        style.foot(figure, result.identity, _foot_text(result, len(configs)))
+        style.draw_foot(figure, result.identity, _foot_text(result, len(configs)))
     return figure
 
 
@@ -216,9 +218,9 @@ def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
 
 def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]]:
     """Return colour, dash and width of each line: the first drawn is the widest, to be visible under equal ones."""
-    told = apart([one.config for one in configs])
+    distinct = distinct_choices([one.config for one in configs])
     sides, others = (
-        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in told]
+        [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in distinct]
         for of_side in (True, False)
     )
     colours = dict(zip(dict.fromkeys(sides), style.category_colours(len(set(sides))), strict=True))
@@ -238,11 +240,11 @@ def _config(
     if one.forced is not None:
         middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
         curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
-    for panel, places, values, ends, kind in curves:
-        panel.plot(places, values, gid=f"{kind} {one.config.label()}",
+    for panel, positions, values, ends, kind in curves:
+        panel.plot(positions, values, gid=f"{kind} {one.config.label()}",
                    drawstyle="steps-post" if kind == "alike" else "default", **look)  # fmt: skip
         if ends is not None and bands:
-            panel.fill_between(places, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
+            panel.fill_between(positions, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
                                gid=f"{kind} band", step="post" if kind == "alike" else None)  # fmt: skip
     return Line2D([], [], label=name, **look)
 
@@ -253,7 +255,7 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
     if len(axes) > 1:
         axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
         axes[1].set_title("Next token's distribution", loc="left")
-        style.note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
+        style.draw_note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
     for panel in axes:
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         panel.set_xlim(0, max(1, *result.lengths))
@@ -265,8 +267,8 @@ def _foot_text(result: Divergence, configs: int) -> str:
     means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
     points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""
     if configs > _BANDS or samples < 2:
-        return f"n = {counted(samples, 'sample')}{points}"
-    level = f"{100 * median_level(samples):.0f} % intervals" if samples >= LEAST else ""
+        return f"n = {plural(samples, 'sample')}{points}"
+    level = f"{100 * median_level(samples):.0f} % intervals" if samples >= MIN_SAMPLES else ""
     kind = level or "ranges of single samples"
     return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"
 
@@ -275,7 +277,7 @@ _JUDGED_ROW_MM, _JUDGED_AROUND_MM, _LETTERS_MM = 6.5, 30, 2.6
 _COLOURS = {"win": "#0173b2", "tie": "0.75", "loss": "#de8f05"}
 
 
-def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_judged(result: JudgeScores, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a dot per configuration with its interval, and the full cache's as a line with its own."""
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
@@ -288,11 +290,11 @@ def draw_judged(result: Judged, width_mm: float = style.WIDE_MM) -> Figure:
                 result.full.mean_interval.low, result.full.mean_interval.high, color="0.35", alpha=0.12, linewidth=0
             )
         for row, one in enumerate(configs):
-            axes.errorbar([one.mean], [row], xerr=style.bars(one.mean, one.mean_interval), color=_COLOURS["win"],
+            axes.errorbar([one.mean], [row], xerr=style.error_bars(one.mean, one.mean_interval), color=_COLOURS["win"],
                           marker="o", markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
         axes.set_xlabel(f"mean score (line: full cache, {text.decimal(full)})")
-        style.title(figure, "What the judge gives")
-        style.foot(figure, result.identity, style.about(len(result.samples)))
+        style.set_title(figure, "What the judge gives")
+        style.draw_foot(figure, result.identity, style.interval_legend(len(result.samples)))
     return figure
 
 
@@ -309,15 +311,15 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
                           label=f"{outcome} of the evicted cache" if row == 0 else None)  # fmt: skip
                 left += one.shares[outcome]
             loss = one.shares["loss"]
-            axes.errorbar([loss], [row], xerr=style.bars(loss, one.intervals["loss"]), color="0.15", linewidth=0.8,
-                          capsize=1.5, gid="interval")  # fmt: skip
+            axes.errorbar([loss], [row], xerr=style.error_bars(loss, one.intervals["loss"]), color="0.15",
+                          linewidth=0.8, capsize=1.5, gid="interval")  # fmt: skip
         axes.set(xlim=(0, 1), xlabel="share of samples")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
                       ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
-        first = f"the answer shown first won {text.decimal(result.first)} of {counted(result.pairs, 'decided pair')}"
+        first = f"the answer shown first won {text.decimal(result.first)} of {plural(result.pairs, 'decided pair')}"
         samples = len(result.samples)
         kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
-        style.foot(figure, result.identity, f"{kind}, n = {counted(samples, 'sample')} · {first}")
+        style.draw_foot(figure, result.identity, f"{kind}, n = {plural(samples, 'sample')} · {first}")
     return figure
 
 
@@ -336,6 +338,6 @@ def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | 
     room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
     names = short_names([config for config, _ in configs])
     return [
-        folded(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
+        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
         for name, (_, share) in zip(names, configs, strict=True)
     ]

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.questions.regret.optimality_gap import Heads, SearchedPart
 from perturbkv.analyses.questions.regret.regret import Regret
 from perturbkv.figures import style
@@ -40,7 +40,9 @@ def draw(result: Regret, width_mm: float = style.WIDE_MM) -> Figure:
             panel.set_ylabel("share of heads within")
         handles = [Line2D([], [], label=name, **look) for name, look in zip(names, looks, strict=True)]
         figure.legend(handles=handles, loc="outside upper left", ncols=entries)
-        style.foot(figure, result.identity, f"n = {counted(result.identity.samples, 'sample')}, heads of all together")
+        style.draw_foot(
+            figure, result.identity, f"n = {plural(result.identity.samples, 'sample')}, heads of all together"
+        )
     return figure
 
 
@@ -66,6 +68,6 @@ def _panel(axes: Axes, part: SearchedPart, looks: list[dict[str, Any]]) -> None:
     style.log_axes(axes, x=True)
     axes.set(ylim=(0, 1.02), xlabel="L over that of the best set known (log axis)")
     if part.tried:
-        style.note(axes, f"proven best in {part.closed} of {part.tried} heads")
-    axes.set_title(f"{part.name}: n = {counted(len(heads.best), 'head')}", loc="left")
+        style.draw_note(axes, f"proven best in {part.closed} of {part.tried} heads")
+    axes.set_title(f"{part.name}: n = {plural(len(heads.best), 'head')}", loc="left")
     axes.grid(visible=True)

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import counted, folded, short_names
+from perturbkv.analyses.pairing import fold, plural, short_names
 from perturbkv.analyses.questions.split.mass_and_distance import Contest, Parts, Setting, Spread
 from perturbkv.figures import style
-from perturbkv.figures.panels import drift, drift_mark, legend, point
+from perturbkv.figures.panels import draw_drift, draw_ratio, drift_entry, ratio_entries
 
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.split.split import Split
@@ -47,10 +47,13 @@ def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
             axes = figure.add_subplot(grid[rows[0] + index // columns, index % columns], sharex=first)
             _corrections(axes, one, name)
             first = first or axes
-        handles = [*_marks([one for one, _ in clouds[0][1]]), *([*legend(), drift_mark()] if corrections else [])]
+        handles = [
+            *_marks([one for one, _ in clouds[0][1]]),
+            *([*ratio_entries(), drift_entry()] if corrections else []),
+        ]
         figure.legend(handles=handles, loc="outside upper left", ncols=2 * columns)
-        note = f"{_about_marks([one for one, _ in clouds[0][1]])} · {style.about(result.identity.samples)}"
-        style.foot(figure, result.identity, note)
+        note = f"{_about_marks([one for one, _ in clouds[0][1]])} · {style.interval_legend(result.identity.samples)}"
+        style.draw_foot(figure, result.identity, note)
     return figure
 
 
@@ -115,7 +118,7 @@ def _trim_axis(axes: Axes, masses: Sequence[Floats]) -> None:
     begin = float(np.quantile(every, _LEAST)) / 2
     if left := int((every < begin).sum()):
         axes.set_xlim(left=begin)
-        axes.set_title(f"{counted(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
+        axes.set_title(f"{plural(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
 
 
 def _equal_loss(axes: Axes) -> None:
@@ -153,9 +156,9 @@ def _corrections(axes: Axes, one: Setting, name: str) -> None:
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     for index, row in enumerate(one.rows):
         for kind in ("isolated", "propagated"):
-            point(axes, index, kind, getattr(row, kind), "uncorrected or corrected is 0")
-        drift(axes, index, row)
-    axes.set_yticks(range(len(one.rows)), [folded(row.name) for row in one.rows])
+            draw_ratio(axes, index, kind, getattr(row, kind), "uncorrected or corrected is 0")
+        draw_drift(axes, index, row)
+    axes.set_yticks(range(len(one.rows)), [fold(row.name) for row in one.rows])
     axes.set(ylim=(len(one.rows) - 0.4, -0.5), xlabel="over uncorrected (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")

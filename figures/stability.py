@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.questions.stability.head_profiles import StableTrace
 from perturbkv.analyses.questions.stability.rank_reliability import GRID
 from perturbkv.analyses.questions.stability.stability import Stability
@@ -39,8 +39,12 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
             lines = _profiles(below, result.traces, kind)
         figure.legend(handles=lines, loc="outside upper left", ncols=columns)
         samples = sorted({one.samples for one in result.traces})
-        note = style.about(samples[0]) if len(samples) == 1 else f"n = {samples[0]} to {samples[-1]} samples a trace"
-        style.foot(figure, result.identity, f"diagonal: split-half reliability · {note}")
+        note = (
+            style.interval_legend(samples[0])
+            if len(samples) == 1
+            else f"n = {samples[0]} to {samples[-1]} samples a trace"
+        )
+        style.draw_foot(figure, result.identity, f"diagonal: split-half reliability · {note}")
     return figure
 
 
@@ -69,7 +73,7 @@ def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
     axes.set_title(f"{kind.capitalize()} L1: ranks of heads", loc="left")
     axes.set(xlabel="trace", ylabel="trace")
     if below := int((values < 0).sum()) // 2:
-        style.note(axes, f"{counted(below, 'pair')} below 0")
+        style.draw_note(axes, f"{plural(below, 'pair')} below 0")
 
 
 def correlations(result: Stability, kind: str) -> Floats:

@@ -1,7 +1,7 @@
 """The style of every figure: a journal's column widths, colours safe for colour-blind readers, ticks, and foot.
 
 Logarithmic axes have plain numbers, and always enough ticks to read a scale. The package's symbols are typeset;
-everything else is plain text, whatever dollars and backslashes a name has. The foot identifies the run.
+other text is plain, also with dollar signs and backslashes. The foot identifies the run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from matplotlib.ticker import Formatter, Locator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import folded
-from perturbkv.analyses.stats.intervals import LEAST, Scalar, median_level
+from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
 from perturbkv.escaping import escape_line
 
 _STEPS: tuple[tuple[float, ...], ...] = (
@@ -55,8 +55,8 @@ class PlainLog(Locator):
             return []
         powers = np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
         for steps in _STEPS:
-            found = [step * 10.0**power for power in powers for step in steps]
-            inside = [tick for tick in found if low <= tick <= high]
+            ticks = [step * 10.0**power for power in powers for step in steps]
+            inside = [tick for tick in ticks if low <= tick <= high]
             if len(inside) >= _LEAST:
                 return inside[:: -(-len(inside) // _MOST)]
         return [float(tick) for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
@@ -92,14 +92,14 @@ _SYMBOLS = {
 
 
 def symbols(text: str) -> str:
-    """Return the text with its symbols as TeX writes them, for `typeset`: no underscore where an index is meant."""
+    """Return the text with its symbols in TeX notation, for `typeset`."""
     for written, tex in _SYMBOLS.items():
         text = text.replace(written, tex)
     return text
 
 
 def typeset(texts: Iterable[Text]) -> None:
-    """Typeset the symbols in these texts, which are otherwise not parsed as TeX."""
+    """Let matplotlib parse texts as TeX only where they hold our symbols and no other dollar sign."""
     for text in texts:
         rest = text.get_text()
         for tex in _SYMBOLS.values():
@@ -116,7 +116,7 @@ _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
 _COLOURBLIND = (
     "#0173B2", "#DE8F05", "#029E73", "#D55E00", "#CC78BC", "#CA9161", "#FBAFE4", "#949494", "#ECE133", "#56B4E9",
 )  # fmt: skip
-_RANDOM, _STAMP_MM = "random weights", 4
+_RANDOM, _WARNING_MM = "random weights", 4
 
 
 @contextmanager
@@ -130,9 +130,9 @@ class NotebookFigure(Figure):
     """A figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
-        held = io.BytesIO()
-        self.savefig(held, format="png", dpi=_SCREEN_DPI)
-        return held.getvalue()
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=_SCREEN_DPI)
+        return buffer.getvalue()
 
 
 def figure(width_mm: float, height_mm: float) -> Figure:
@@ -152,7 +152,7 @@ def signed_colours() -> Colormap:
 
 def ordered_colours(count: int) -> list[Any]:
     """Return colours for ordered categories, such as budgets: dark to light, all readable on white."""
-    return [mpl.colormaps["viridis"](place) for place in np.linspace(0.0, 0.82, count)]
+    return [mpl.colormaps["viridis"](shade) for shade in np.linspace(0.0, 0.82, count)]
 
 
 def category_colours(count: int) -> list[Any]:
@@ -160,40 +160,16 @@ def category_colours(count: int) -> list[Any]:
     return [to_rgb(_COLOURBLIND[index % len(_COLOURBLIND)]) for index in range(count)]
 
 
-def percent(share: float, interval: Scalar) -> str:
-    """Return a share with its interval, where there is one: '54 % [51, 56]', or its range: '54 % (51 … 56)'."""
-    return f"{100 * share:.0f} %{ends(interval, lambda end: f'{100 * end:.0f}')}"
-
-
-def ends(interval: Scalar, shown: Callable[[float], str]) -> str:
-    """Return an interval to follow its number: in brackets, a range in parentheses; empty where there is none."""
-    if interval is None:
-        return ""
-    low, high = shown(interval.low), shown(interval.high)
-    return f" ({low} … {high})" if interval.kind == "range" else f" [{low}, {high}]"
-
-
-def about(samples: int, medians: bool = False) -> str:
+def interval_legend(samples: int, medians: bool = False) -> str:
     """Return the legend of bars, bands and brackets; `medians` where some are of medians over samples."""
     if samples < 2:
         return "1 sample: no intervals"
-    own = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= LEAST else ""
-    kind = f"95 % intervals{own}" if samples >= LEAST else "ranges of single samples"
+    median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
+    kind = f"95 % intervals{median}" if samples >= MIN_SAMPLES else "ranges of single samples"
     return f"bars, bands and brackets: {kind} over n = {samples} samples"
 
 
-def number(value: float, digits: int = 2) -> str:
-    """Return a number for a title; a dash for NaN."""
-    return "–" if np.isnan(value) else f"{value:.{digits}f}"
-
-
-def ratio(value: float, interval: Scalar) -> str:
-    """Return a ratio with its interval or range: '0.71 [0.65, 0.78]'; fewer digits from 10 on."""
-    digits = 1 if value >= 10 else 2
-    return number(value, digits) + ("" if np.isnan(value) else ends(interval, lambda end: number(end, digits)))
-
-
-def bars(value: float, interval: Scalar) -> list[list[float]] | None:
+def error_bars(value: float, interval: OptionalInterval) -> list[list[float]] | None:
     """Return an interval as matplotlib's error bars; None where there is none."""
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
@@ -204,7 +180,7 @@ def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
-    """Set logarithmic axes with plain numbers, where anything positive is drawn on them: zeros alone stay linear."""
+    """Set logarithmic axes with plain numbers; an axis without positive values stays linear."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
         plain_ticks(axes.xaxis)
@@ -213,124 +189,131 @@ def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
         plain_ticks(axes.yaxis)
 
 
-def layer_bar(drawn: Figure, axes: Sequence[Axes], layers: int, location: str, named: Callable[[int], int]) -> None:
-    """Draw the colour bar of points that are coloured by layer, with whole layers; `named` returns a layer's name."""
+def draw_layer_bar(
+    figure: Figure, axes: Sequence[Axes], layers: int, location: str, layer_name: Callable[[int], int]
+) -> None:
+    """Draw the colour bar of points that are coloured by layer, with a tick at whole layers."""
     norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
     scale = ScalarMappable(norm, layer_colours())
-    bar = drawn.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
+    bar = figure.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
     ticks_at = [int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())]
-    bar.set_ticks(ticks_at, labels=[str(named(tick)) for tick in ticks_at])
+    bar.set_ticks(ticks_at, labels=[str(layer_name(tick)) for tick in ticks_at])
     bar.ax.minorticks_off()
 
 
-def title(drawn: Figure, text: str) -> None:
+def set_title(figure: Figure, text: str) -> None:
     """Set the title of the whole figure at its upper left, on as many lines as it needs."""
-    drawn.suptitle(_title(text, drawn.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold")
+    figure.suptitle(
+        _fold_title(text, figure.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold"
+    )
 
 
 def long_title_mm(text: str, width_mm: float) -> float:
-    """Return by how much a title is taller than a usual one of two lines."""
-    return max(0, _title(text, width_mm).count("\n") - 1) * _TITLE_MM
+    """Return the height of a title beyond two lines."""
+    return max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
 
 
-def _title(text: str, width_mm: float) -> str:
-    return folded(text, int(width_mm / _TITLE_LETTER_MM))
+def _fold_title(text: str, width_mm: float) -> str:
+    return fold(text, int(width_mm / _TITLE_LETTER_MM))
 
 
-def note(axes: Axes, text: str, middle: bool = False) -> None:
+def draw_note(axes: Axes, text: str, middle: bool = False) -> None:
     """Write a small remark in the panel's lower right corner, or in the middle of an empty panel."""
     x, y, at = (0.5, 0.5, "center") if middle else (0.98, 0.02, "right")
     axes.text(x, y, text, transform=axes.transAxes, ha=at, va="center" if middle else "bottom", fontsize=6,
               color="0.35")  # fmt: skip
 
 
-def legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
+def draw_legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     """Draw a legend under the panel, where it hides nothing."""
     if handles:
-        made = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
+        legend = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
                            handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
-        typeset(made.get_texts())
+        typeset(legend.get_texts())
 
 
-def legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
-    """Draw a legend to the right of the panel, one entry under the other whatever `columns` is."""
+def draw_legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
+    """Draw a legend to the right of the panel, in one column whatever `columns` is."""
     if handles:
-        made = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6, handlelength=1.4,
-                           handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
-        typeset(made.get_texts())
+        legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6,
+                             handlelength=1.4, handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
+        typeset(legend.get_texts())
 
 
-def foot(drawn: Figure, identity: RunIdentity, note: str = "") -> None:
-    """Write the run's identity small at the figure's foot, and large that weights are random, where they are.
+def draw_foot(figure: Figure, identity: RunIdentity, note: str = "") -> None:
+    """Write a note and the run's identity at the figure's foot, and at its top a warning of random weights.
 
-    `note` stands before it: n, what its intervals are, what a tie is.
+    Args:
+        figure: the figure with its panels.
+        identity: of the run.
+        note: n, the kind of intervals, the definition of a tie.
     """
     if identity.random_weights:
-        _stamp(drawn)
-    lines = _foot(identity, note, drawn.get_figwidth() * _INCH_MM)
-    lay_out_above(drawn, _foot_mm(lines))
-    drawn.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
+        _warn_random_weights(figure)
+    lines = _foot_lines(identity, note, figure.get_figwidth() * _INCH_MM)
+    lay_out_above(figure, _lines_mm(lines))
+    figure.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
 
 
-def _stamp(drawn: Figure) -> None:
+def _warn_random_weights(figure: Figure) -> None:
     """Write at the top that the weights are random: above an existing legend, else in the figure's title."""
     look = {"color": "#b00020", "fontweight": "bold"}
-    if not drawn.legends:
-        title = drawn.get_suptitle()
-        drawn.suptitle(f"{_RANDOM} · {title}" if title else _RANDOM, **look)
+    if not figure.legends:
+        title = figure.get_suptitle()
+        figure.suptitle(f"{_RANDOM} · {title}" if title else _RANDOM, **look)
         return
-    above = drawn.legends[0]
-    above.set_title(_RANDOM)
-    above.get_title().set(**look)
-    above.set_alignment("left")
-    drawn.set_figheight(drawn.get_figheight() + _STAMP_MM / _INCH_MM)
+    legend = figure.legends[0]
+    legend.set_title(_RANDOM)
+    legend.get_title().set(**look)
+    legend.set_alignment("left")
+    figure.set_figheight(figure.get_figheight() + _WARNING_MM / _INCH_MM)
 
 
-def lay_out_above(drawn: Figure, foot_mm: float) -> None:
-    """Reserve the lowest part of the figure for what is already there."""
-    share, engine = foot_mm / height_mm(drawn), drawn.get_layout_engine()
+def lay_out_above(figure: Figure, foot_mm: float) -> None:
+    """Lay out the panels above the lowest part of the figure, its foot."""
+    share, engine = foot_mm / height_mm(figure), figure.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
 
 
-def height_mm(drawn: Figure) -> float:
+def height_mm(figure: Figure) -> float:
     """Return the printed height of a figure."""
-    return float(drawn.get_figheight() * _INCH_MM)
+    return float(figure.get_figheight() * _INCH_MM)
 
 
 def long_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return by how much a foot is taller than a usual one, for which a figure has space."""
+    """Return the height of a foot beyond the usual lines, for which figures have space."""
     return max(0.0, foot_mm(identity, note, width_mm) - _USUAL_LINES * _LINE_MM)
 
 
 def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of `foot`."""
-    return _foot_mm(_foot(identity, note, width_mm))
+    """Return the height of the foot that `draw_foot` writes."""
+    return _lines_mm(_foot_lines(identity, note, width_mm))
 
 
-def _foot(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
+def _foot_lines(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
     notes = [note] if note else []
-    return [part for line in [*notes, *identity.lines()] for part in _wrapped(line, width_mm / _INCH_MM)]
+    return [part for escape_line in [*notes, *identity.lines()] for part in _wrap(escape_line, width_mm / _INCH_MM)]
 
 
-def _foot_mm(lines: Sequence[str]) -> float:
+def _lines_mm(lines: Sequence[str]) -> float:
     return len(lines) * _LINE_MM + 1.5
 
 
-def _wrapped(line: str, width_inches: float) -> list[str]:
-    """Return a line broken between its parts where it is too long; a part that is too long, between its words."""
-    room = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
-    if len(line) <= room:
-        return [line]
-    mark = next((mark for mark in (" · ", " | ") if mark in line), " ")
+def _wrap(line: str, width_inches: float) -> list[str]:
+    """Return a long line broken between its parts, and long parts broken between their words."""
+    width = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
+    if len(escape_line) <= width:
+        return [escape_line]
+    mark = next((mark for mark in (" · ", " | ") if mark in escape_line), " ")
     rows = [""]
-    for part in line.split(mark):
+    for part in escape_line.split(mark):
         longer = f"{rows[-1]}{mark}{part}" if rows[-1] else part
-        if len(longer) <= room or not rows[-1]:
+        if len(longer) <= width or not rows[-1]:
             rows[-1] = longer
         else:
             rows.append(part)
-    return rows if mark == " " else [piece for row in rows for piece in _wrapped(row, width_inches)]
+    return rows if mark == " " else [piece for row in rows for piece in _wrap(row, width_inches)]
 
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:

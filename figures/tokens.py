@@ -16,7 +16,7 @@ from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, T
 from perturbkv.analyses.tokens.tokens import Tokens
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style
-from perturbkv.figures.labels import held_sides
+from perturbkv.figures.labels import cache_share_sides
 
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
 _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
@@ -35,9 +35,8 @@ def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
         _marks(axes, result, per_row)
         axes.set_title(_title(result), loc="left")
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
-        style.foot(
-            figure, result.identity, f"held / full {held_sides(result.cache_shares)} · ▼ ▲: evicted, the largest A ν"
-        )
+        shares = cache_share_sides(result.cache_shares)
+        style.draw_foot(figure, result.identity, f"held / full {shares} · ▼ ▲: evicted, the largest A ν")
     return figure
 
 

@@ -1,1 +1,1 @@
-"""The question `ablation`: what each ingredient of a method brings, and what restricted kept sets cost."""
+"""The question `ablation`: gains of a method's ingredients, ranked methods, and costs of restricted kept sets."""

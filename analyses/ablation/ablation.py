@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ingredients import BASELINE, Setting, left_out, settings
 from perturbkv.analyses.columns import column, record
-from perturbkv.analyses.outcomes import SettingsResult, by_head
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.outcomes import SettingsResult, head_rows
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.text import (
     ALIKE,
     FEW,
@@ -42,7 +42,7 @@ _WORDS = {
 
 @record
 class Ablation(SettingsResult):
-    """Each ingredient of the two-stage selection, in every setting that holds the baseline and something else."""
+    """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
     SECTION = "ablation"
     SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "median_ratio", "better_share")
@@ -55,30 +55,31 @@ class Ablation(SettingsResult):
     )
 
     def conclusion(self) -> str:
-        """Return by how much two stages perturb less than the baseline, and which ingredient brings it."""
+        """Return by how much two stages perturb less than the baseline, and each ingredient's part."""
         method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
-        parts = [self._part(name, words) for name, words in _PARTS.items()]
+        parts = [self._ingredient(name, words) for name, words in _PARTS.items()]
         clauses = "; ".join(filter(None, (comparison(method, BASELINE, self.cases(method)), *parts)))
         return sentence(f"{clauses} (propagated, all heads; {sample_note(self.identity.samples)})", method)
 
     def title(self) -> str:
-        """Return what the ratios are over, and of a single setting its choices."""
+        """Return the baseline, and the choices of a single setting."""
         policies = dict.fromkeys(setting.baseline.policy.name for setting in self.settings)
         where = f": {', '.join(policies)} {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"L1 over that of {BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return in how many heads half of the baseline's sum lies, and how many configurations are left out."""
+        """Return the share of heads with half of the baseline's sum, and the number of configurations left out."""
         kind, count = self.settings[0].rows[0].propagated, len(self.left_out)
-        left = [f"Left out: {counted(count, 'configuration')} that no setting compares."] if count else []
+        left = [f"Left out: {plural(count, 'configuration')} that no setting compares."] if count else []
         return [f"Half of {BASELINE}'s sum lies in {text.percent(kind.half_share)} of the heads (propagated).", *left]
 
     def details(self) -> Sequence[Part]:
-        """Return controls, what the trace lacks, what is left out, and how ties and floors are to be read."""
+        """Return controls, missing ingredients, configurations left out, and the definitions of ties and floors."""
         names = [name or setting.setting for name, setting in zip(self.setting_names(), self.settings, strict=True)]
+        named = zip(names, self.settings, strict=True)
         return [
-            *(part for name, setting in zip(names, self.settings, strict=True) for part in _about(name, setting)),
-            *([_about_left_out(self.left_out)] if self.left_out else []),
+            *(note for name, setting in named for note in _setting_notes(name, setting)),
+            *([_left_out_note(self.left_out)] if self.left_out else []),
             text.TIES_NOTE,
             "With one kept set per query head there is no group, and no row for its product.",
             text.noise_floor_note(self.settings[0].rows[0].propagated.floor_relative_median),
@@ -95,7 +96,7 @@ class Ablation(SettingsResult):
             for setting in self.settings
             for part in ("rows", "brings")
             for row in getattr(setting, part)
-            for head in by_head(row, part=part, name=row.name, alpha=row.alpha)
+            for head in head_rows(row, part=part, name=row.name, alpha=row.alpha)
         ]
 
     def cases(self, name: str, part: str = "rows") -> list[Case]:
@@ -110,8 +111,8 @@ class Ablation(SettingsResult):
         names = [f"{where} α={row.alpha_text}".strip() if several else where for where, row in rows]
         return [row.propagated.case(name) for name, (_, row) in zip(names, rows, strict=True)]
 
-    def _part(self, name: str, words: str) -> str:
-        """Return what one ingredient brings: by how much where there is one case, else in how many."""
+    def _ingredient(self, name: str, words: str) -> str:
+        """Return the gain of one ingredient: its size in a single case, else the number of cases."""
         cases = [case for case in self.cases(name, "brings") if not isnan(case.ratio)]
         if not cases:
             return ""
@@ -126,7 +127,7 @@ class Ablation(SettingsResult):
 
 
 def ablation(trace: Trace, step: int = 0) -> Ablation:
-    """Tell apart what un-pooling, the value norms and the group's product bring, between baseline and hindsight.
+    """Measure the gains of un-pooling, the value norms and the group's product, between baseline and hindsight.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each selection of a setting with that of
     `attention` (METHOD: controls), and of each ingredient with the row that lacks it.
@@ -143,18 +144,18 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
         >>> pk.ablation(trace).settings[0].rows[0].isolated.baseline_mean.shape
         (2, 2)
     """
-    return Ablation.of(trace, settings(trace, step), step, left_out=left_out(trace.run))
+    return Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out(trace.run))
 
 
-def _about(name: str, setting: Setting) -> list[str]:
-    """Return the lines on a setting's controls and on what the trace lacks of it."""
+def _setting_notes(name: str, setting: Setting) -> list[str]:
+    """Return lines on a setting's controls and on ingredients that the trace lacks."""
     controls = ", ".join(config.selection.name for config in setting.controls)
     absent = [f"{name}: not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
     return [f"{name}: controls of the same budget and protection: {controls}", *absent]
 
 
-def _about_left_out(configs: Iterable[EvictionConfig]) -> str:
-    """Return which configurations are left out, and why: 'h2o:attention, 2 × snapkv:random'."""
+def _left_out_note(configs: Iterable[EvictionConfig]) -> str:
+    """Return a line on the configurations that are left out: 'h2o:attention, 2 × snapkv:random'."""
     counts = Counter(f"{config.policy}:{config.selection}" for config in configs)
     names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
     return f"Left out, as nothing in their settings but controls can be compared with {BASELINE}: {names}"

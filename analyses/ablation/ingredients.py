@@ -1,4 +1,4 @@
-"""Each ingredient of the two-stage selection and each control, against the baseline and against what lacks it."""
+"""Ingredients of the two-stage selection and controls, against the baseline and the row without the ingredient."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from perturbkv.analyses.ablation.methods import controls_of_others
 from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, fields_of
-from perturbkv.analyses.pairing import Pair, order, setting_name
-from perturbkv.analyses.pairing import settings as alike
+from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
+from perturbkv.analyses.pairing import Pair, budget_order, setting_name
+from perturbkv.analyses.pairing import group_settings as alike
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -39,19 +39,19 @@ BRINGS = {
     "knowing the query": ("two-stage", "hindsight"),
     "ν, knowing the query": ("hindsight-attention", "hindsight"),
 }
-"""Ingredients that rows add to another row: name -> (without, with)."""
+"""Gains of ingredients: name -> row without and row with it."""
 CONTROLS = (BASELINE, "random")
 """Selections that protect the same first and recent entries as every method of the setting."""
 Alpha = float | str | None
-"""α of two stages, of a table its text; None without stages."""
+"""α of two stages, the text of an α table; None without stages."""
 _Members = dict[tuple[str, Alpha], EvictionConfig]
 """Ingredient and α -> configuration."""
-_APART = ("alpha", "product")
-"""Choices that tell rows apart, beside their selection."""
+_ROW_CHOICES = ("alpha", "product")
+"""Choices that distinguish rows, beside their selection."""
 _FREE = ("selection", "selection_alpha", "granularity_product")
 """Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
-"""Only these depend on α."""
+"""Rows that depend on α."""
 
 
 @record
@@ -89,7 +89,7 @@ class Setting(BaselineSetting):
     @property
     def setting(self) -> str:
         """The choices that all rows share, as a label writes them."""
-        return setting_name(self.baseline, *_APART)
+        return setting_name(self.baseline, *_ROW_CHOICES)
 
     @derived()
     def granularity(self) -> str:
@@ -103,7 +103,7 @@ class Setting(BaselineSetting):
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
-    """Return one entry per setting of the trace, but for those that are a method's controls and nothing else.
+    """Return the settings of the trace, without those that only hold controls of another method.
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
@@ -133,15 +133,15 @@ def _has_rows(members: _Members) -> bool:
 
 
 def _ingredient(config: EvictionConfig) -> str:
-    """Return the name of the row that a configuration stands for."""
+    """Return the name of a configuration's row."""
     grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
     return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
 
 
 def _members(configs: Iterable[EvictionConfig]) -> _Members:
-    """Return each row's configuration; of those without stages that of the least α."""
+    """Return the configuration of each row; without stages that of the smallest α."""
     members: _Members = {}
-    for config in sorted(configs, key=order):
+    for config in sorted(configs, key=budget_order):
         ingredient = _ingredient(config)
         members.setdefault((ingredient, _alpha(config) if ingredient in _STAGED else None), config)
     return members
@@ -153,7 +153,7 @@ def _alpha(config: EvictionConfig) -> Alpha:
 
 def _setting(trace: Trace, members: _Members, step: int) -> Setting:
     def compare(name: str, alpha: Alpha, without: EvictionConfig, added: EvictionConfig) -> Row:
-        return Row(**fields_of(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
+        return Row(**field_values(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
 
     ranks = {name: rank for rank, name in enumerate(INGREDIENTS)}
     rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: ranks[key[0]])
@@ -170,7 +170,7 @@ def _setting(trace: Trace, members: _Members, step: int) -> Setting:
 
 
 def _steps(members: _Members) -> list[tuple[str, Alpha, Pair]]:
-    """Return what each ingredient adds, at each α that a side depends on: configurations without and with it."""
+    """Return name, α and configurations without and with each ingredient, at each α that a side depends on."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
     steps: list[tuple[str, Alpha, Pair]] = []
     for name, sides in BRINGS.items():

@@ -1,4 +1,4 @@
-"""Eviction methods ranked by perturbation, each beside what its protection alone brings (METHOD: Protection)."""
+"""Eviction methods ranked by perturbation, with the gain of their protected entries alone (METHOD: Protection)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, by_head, divergence
-from perturbkv.analyses.pairing import apart, common, matches
-from perturbkv.analyses.pairing import settings as alike
-from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
+from perturbkv.analyses.pairing import common, distinct_choices, matches
+from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import entry_count
@@ -27,7 +27,7 @@ from perturbkv.trace import Trace
 ANALYSIS = "methods"
 BASELINE = ("snapkv", "attention")
 CONTROLS = ("random", "attention")
-"""Selections that show what protection alone brings: of SnapKV, with a method's own window and protected entries."""
+"""SnapKV's selections that show the gain of protection alone: with a method's own window and protected entries."""
 _FREE = ("policy", "selection", "window", "protect_first", "protect_recent", "granularity_product",
          "selection_alpha", "selection_split", "selection_score", "selection_epsilon", "selection_seed",
          "policy_pool", "policy_kernel")  # fmt: skip
@@ -39,7 +39,7 @@ class Row(Outcome):
     """One method against SnapKV's, and against SnapKV's entries under the method's own protection.
 
     Attributes:
-        difference: the choices in which it differs from other rows of its name.
+        difference: choices in which it differs from other rows of the same name.
     """
 
     SECTION = "methods row"
@@ -58,12 +58,12 @@ class Row(Outcome):
         return f"{name} {self.difference}".strip()
 
     @property
-    def random_ratio_interval(self) -> Scalar:
+    def random_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `random_ratio`."""
         return _ratio(self.controls.get("random"))[1]
 
     @property
-    def protected_ratio_interval(self) -> Scalar:
+    def protected_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `protected_ratio`."""
         return _ratio(self.controls.get("attention"))[1]
 
@@ -80,7 +80,7 @@ class Row(Outcome):
 
 @record
 class MethodSetting(OutcomeSetting):
-    """One budget and granularity; the baseline is SnapKV's, the methods come by propagated perturbation."""
+    """The methods of one budget and granularity against SnapKV's, sorted by propagated perturbation."""
 
     SECTION = "methods setting"
 
@@ -94,7 +94,7 @@ class MethodSetting(OutcomeSetting):
         return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
     @property
-    def random_ratio_interval(self) -> Scalar:
+    def random_ratio_interval(self) -> OptionalInterval:
         """The interval of the column `random_ratio`."""
         return _ratio(self.controls.get("random"))[1]
 
@@ -108,7 +108,7 @@ class MethodSetting(OutcomeSetting):
         return [Line("snapkv (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
 
 
-def _ratio(comparison: HeadComparison | None) -> tuple[float, Scalar]:
+def _ratio(comparison: HeadComparison | None) -> tuple[float, OptionalInterval]:
     """Return the ratio of propagated sums with its interval; NaN where there is no comparison."""
     if comparison is None:
         return float("nan"), None
@@ -118,8 +118,8 @@ def _ratio(comparison: HeadComparison | None) -> tuple[float, Scalar]:
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
     """Return first and recent entries, or shares of b, that stay in every head whatever their scores.
 
-    `sinks` are first entries of a policy or of the score that it ranks by, `recent` a share of b. None where it is not
-    known: of kept sets from outside, and of a number beside a share where b itself is a share.
+    `sinks` are first entries of a policy or of the score that it ranks by, `recent` a share of b. None where unknown:
+    for external kept sets, and for a number with a share where b itself is a share.
     """
     options = dict(config.policy.options)
     if isinstance(by := options.get("by"), Choice):
@@ -130,7 +130,7 @@ def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None
 
 
 def _larger(first: float, second: float, config: EvictionConfig) -> int | float | None:
-    """Return the one that keeps more entries, each a number of them or a share of b."""
+    """Return the larger of two protections, each a number of entries or a share of b; None where unknown."""
     if not first or not second or type(first) is type(second):
         return max(first, second)
     if not isinstance(budget := config.budget.value, int):
@@ -139,15 +139,15 @@ def _larger(first: float, second: float, config: EvictionConfig) -> int | float 
 
 
 def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) -> EvictionConfig | None:
-    """Return the baseline's entries by another selection, with a method's window and protection; None: not known."""
+    """Return the baseline's policy with another selection and a method's window and protection; None if unknown."""
     if (ends := protection(config)) is None:
         return None
-    looks = selection == BASELINE[1]
+    scored = selection == BASELINE[1]
     stages = {name: value for name, value in baseline.selection.shown_options.items() if name in ("alpha", "split")}
-    grouping = baseline.granularity.without(["product"] if looks else ["product", "reduce"])
+    grouping = baseline.granularity.without(["product"] if scored else ["product", "reduce"])
     return EvictionConfig(
         config.budget,
-        Choice(BASELINE[0], baseline.policy.shown_options if looks else {}),
+        Choice(BASELINE[0], baseline.policy.shown_options if scored else {}),
         Choice(selection, stages),
         config.window,
         Choice(grouping.name, grouping.shown_options),
@@ -156,7 +156,7 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
 
 
 def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[MethodSetting, ...]:
-    """Return one entry per budget and granularity that holds SnapKV and another method, or one of `only`.
+    """Return the settings, a budget and granularity each, that hold SnapKV and another method, or one of `only`.
 
     Raises TraceError where none does, and as `head_comparison.summarise`.
     """
@@ -173,7 +173,7 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Met
 
 
 def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
-    """Return SnapKV's entries with a window or protection of another method's, which they are controls of."""
+    """Return the configurations of SnapKV that are controls of another method, with its window or protection."""
     controls: set[EvictionConfig] = set()
     for group in _groups(run):
         if base := baseline_of(group):
@@ -197,7 +197,7 @@ def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
 
 
 def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
-    """Return what is neither the baseline nor a control of something else."""
+    """Return the configurations that are neither the baseline nor a control of another one."""
     controls = {key for one in group if one != base for key in _control_keys(base, one)}
     return [one for one in group if one != base and (_key(one) not in controls or one.policy.name != BASELINE[0])]
 
@@ -219,14 +219,12 @@ def _setting(
 ) -> MethodSetting:
     methods = [one for one in _methods(group, baseline) if not only or any(matches(one, name) for name in only)]
     rows = [
-        Row.of(trace, ANALYSIS, baseline, one, step, controls=_controls(trace, baseline, one, group, step))
+        Row.compare(trace, ANALYSIS, baseline, one, step, controls=_controls(trace, baseline, one, group, step))
         for one in methods
     ]
-    kl = divergence(trace, ANALYSIS, baseline, step)
     return MethodSetting(
         baseline=baseline,
-        kl_median=kl.median,
-        kl_median_interval=kl.interval,
+        **next_token_kl(trace, ANALYSIS, baseline, step),
         controls=_controls(trace, baseline, baseline, group, step),
         rows=tuple(sorted(_distinct(rows), key=lambda row: row.propagated.sum_ratio)),
         identity=identity(trace, group, step),
@@ -234,11 +232,11 @@ def _setting(
 
 
 def _distinct(rows: list[Row]) -> list[Row]:
-    """Return the rows, those of one name with the choices in which they differ."""
+    """Return the rows, with the choices in which rows of the same name differ."""
     distinct = []
     for row in rows:
         same = [other.treatment for other in rows if other.name == row.name]
-        words = apart(same, "policy", "selection")[same.index(row.treatment)] if len(same) > 1 else {}
+        words = distinct_choices(same, "policy", "selection")[same.index(row.treatment)] if len(same) > 1 else {}
         distinct.append(dataclasses.replace(row, difference=" ".join(words.values())))
     return distinct
 
@@ -246,16 +244,18 @@ def _distinct(rows: list[Row]) -> list[Row]:
 def _controls(
     trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int
 ) -> dict[str, HeadComparison]:
-    """Return the method against each control that the group holds."""
+    """Return the comparisons of a method with each of its controls in the group."""
     known = {_key(one): one for one in group if one != config}
-    controls = {name: control(baseline, config, name) for name in CONTROLS}
-    there = {name: known.get(_key(one)) for name, one in controls.items() if one is not None}
-    return {name: head_comparison.summarise(trace, one, config, step) for name, one in there.items() if one is not None}
+    expected = {name: control(baseline, config, name) for name in CONTROLS}
+    controls = {name: known.get(_key(one)) for name, one in expected.items() if one is not None}
+    return {
+        name: head_comparison.summarise(trace, one, config, step) for name, one in controls.items() if one is not None
+    }
 
 
 @record
 class MethodRanking(SettingsResult):
-    """Methods by how much they perturb, at every budget and granularity that holds SnapKV and another method."""
+    """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
 
     SECTION = "ablation --methods"
     SHOWN = ("cache_share", "propagated_ratio", "random_ratio", "protected_ratio", "kl_median")
@@ -279,23 +279,23 @@ class MethodRanking(SettingsResult):
         return sentence(f"{first}; lowest: {least} (propagated, all heads; {note})", *(row.name for row in rows))
 
     def title(self) -> str:
-        """Return what the ratios are over, and of a single setting its choices."""
+        """Return the baseline, and the choices of a single setting."""
         where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return what the controls are."""
+        """Return the definition of the controls."""
         return ["Same ends: under the method's own window and protection."]
 
     def details(self) -> Sequence[Part]:
-        """Return the isolated perturbation and the drift of every method, and how noise floors are to be read."""
+        """Return the isolated perturbation and the drift of every method, and the noise floor."""
         names = ("isolated_ratio", "drift_ratio", "kl_median")
         kind = self.settings[0].rows[0].propagated
         return [table("over snapkv's, and KL", self.lines(), names, self.FIRST),
                 text.noise_floor_note(kind.floor_relative_median)]  # fmt: skip
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals, those of medians included."""
+        """Return the note on n and intervals, those of medians included."""
         return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
@@ -303,7 +303,7 @@ class MethodRanking(SettingsResult):
 
         `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
-        return [head for setting in self.settings for row in setting.rows for head in by_head(row, name=row.name)]
+        return [head for setting in self.settings for row in setting.rows for head in head_rows(row, name=row.name)]
 
 
 _WORDS = {
@@ -324,7 +324,7 @@ def _best(setting: MethodSetting) -> str:
 
 
 def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRanking:
-    """Rank eviction methods by how much they perturb, each beside what its protected entries alone bring.
+    """Rank eviction methods by perturbation, each with the gain of its protected entries alone.
 
     Compared is propagated L1 over all heads (METHOD: the quantities) with SnapKV's at the same budget, and with
     random entries and SnapKV's under the method's own window and protected entries, where the trace holds them.
@@ -342,4 +342,4 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRank
             names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
             msg = f"expected {name} among the trace's methods, got a trace of {names}"
             raise TraceError(msg)
-    return MethodRanking.of(trace, settings(trace, step, only), step)
+    return MethodRanking.from_settings(trace, settings(trace, step, only), step)

@@ -1,4 +1,4 @@
-"""Cost of kept sets that all heads of a layer share, and of whole blocks, as an engine's block table has them."""
+"""Costs of kept sets that all heads of a layer share, and of whole blocks, as an engine's block table has them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, by_head, divergence
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.pairing import common
-from perturbkv.analyses.pairing import settings as alike
+from perturbkv.analyses.pairing import group_settings as alike
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -63,7 +63,7 @@ class RestrictionSetting(OutcomeSetting):
 
 
 def restriction_of(config: EvictionConfig) -> str:
-    """Return what a configuration's kept sets are restricted to, as it is written."""
+    """Return the restriction of a configuration's kept sets as text: `layer(block=16)`."""
     return str(config.granularity.without(["reduce", "product"]))
 
 
@@ -94,12 +94,10 @@ def _rank(config: EvictionConfig) -> tuple[int, int, str]:
 
 def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
     treatments = sorted((config for config in group if config != baseline), key=_rank)
-    kl = divergence(trace, ANALYSIS, baseline, step)
     return RestrictionSetting(
         baseline=baseline,
-        kl_median=kl.median,
-        kl_median_interval=kl.interval,
-        rows=tuple(Row.of(trace, ANALYSIS, baseline, config, step) for config in treatments),
+        **next_token_kl(trace, ANALYSIS, baseline, step),
+        rows=tuple(Row.compare(trace, ANALYSIS, baseline, config, step) for config in treatments),
         identity=identity(trace, [baseline, *treatments], step),
     )
 
@@ -116,7 +114,7 @@ class Restriction(SettingsResult):
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
     def conclusion(self) -> str:
-        """Return by how much more restricted kept sets perturb; a set per query head is no restriction."""
+        """Return by how much more restricted kept sets perturb, without sets per query head."""
         cases = self.cases()
         if not cases:
             return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
@@ -133,17 +131,17 @@ class Restriction(SettingsResult):
         ]
 
     def title(self) -> str:
-        """Return what the ratios are over, and of a single setting its choices."""
+        """Return the baseline, and the choices of a single setting."""
         where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return which rows are no equal comparison."""
+        """Return the rows whose cache is larger."""
         wider = any(row.wider for setting in self.settings for row in setting.rows)
         return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
 
     def details(self) -> Sequence[Part]:
-        """Return the median head's ratios, and how blocks, ties and floors are to be read."""
+        """Return the median head's ratios, and the definitions of blocks, ties and floors."""
         kind = self.settings[0].rows[0].propagated
         return [
             table("propagated L1: the median head", self.lines(), ("median_ratio", "better_share"), self.FIRST),
@@ -154,7 +152,7 @@ class Restriction(SettingsResult):
         ]  # fmt: skip
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals, those of medians included."""
+        """Return the note on n and intervals, those of medians included."""
         return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
@@ -164,7 +162,7 @@ class Restriction(SettingsResult):
         one. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         rows = [row for setting in self.settings for row in setting.rows]
-        return [head for row in rows for head in by_head(row, name=row.name, held=row.held[1])]
+        return [head for row in rows for head in head_rows(row, name=row.name, held=row.held[1])]
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:
@@ -186,4 +184,4 @@ def restriction(trace: Trace, step: int = 0) -> Restriction:
         >>> [row.name for row in pk.restriction(trace).settings[0].rows]
         ['kv(block=16)', 'layer', 'query']
     """
-    return Restriction.of(trace, settings(trace, step), step)
+    return Restriction.from_settings(trace, settings(trace, step), step)

@@ -1,1 +1,1 @@
-"""The question `audit`: is an eviction that is not ours broken, or only lossy."""
+"""The question `audit`: whether an external eviction is broken or only lossy."""

@@ -1,4 +1,4 @@
-"""The verdict on an eviction that is not ours: broken, or only lossy (METHOD: Audit)."""
+"""The verdict on an external eviction: broken, or only lossy (METHOD: Audit)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perturbkv.analyses.audit.faults import (
 )
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
 from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
 from perturbkv.configs.eviction import EvictionConfig
@@ -38,10 +38,10 @@ _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 @record
 class Audit(Result):
-    """The verdict on an eviction, and what it rests on.
+    """The verdict on an eviction, with the measurements behind it.
 
     Attributes:
-        trace: what was measured.
+        trace: the measurements.
         identity: of the run.
     """
 
@@ -181,16 +181,12 @@ class Audit(Result):
         """Return a line per prompt, situation and row."""
         return [Line(run.name, (run,)) for run in self.runs]
 
-    def tables(self) -> Sequence[Part]:
-        """Return the table, where anything was run."""
-        return [self.table()] if self.runs else []
-
     def interval_note(self) -> str:
         """Return nothing: no number is a mean over samples."""
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return how many noise floors are a difference."""
+        """Return the number of noise floors that is a difference."""
         known = any(run.worst is not None for run in self.runs)
         return (
             [f"Floors are of the plain model with everything kept; more than {FLOORS} are a difference."]
@@ -199,11 +195,11 @@ class Audit(Result):
         )
 
     def explain(self) -> list[Part]:
-        """Return what every column means and the further tables; nothing where nothing was run."""
+        """Return the meaning of every column and the further tables; nothing where no situation was run."""
         return super().explain() if self.runs else []
 
     def details(self) -> Sequence[Part]:
-        """Return what the cache keeps, decoding step by step, plain use, and what the loss is."""
+        """Return the kept entries, decoding step by step, plain use, and the losses."""
         situations = {run.situation for run in self.runs}
         return [
             *(f"{name}: {meaning}." for name, meaning in SITUATIONS.items() if name in situations),
@@ -227,9 +223,9 @@ class Audit(Result):
         ]  # fmt: skip
 
     def kept_share(self, most: int) -> NDArray[np.float64]:
-        """Return the (layer, bin) share of positions that are kept, over kept sets and prompts; NaN without entries.
+        """Return the (layer, bin) share of positions that are kept, mean over kept sets and prompts.
 
-        A bin is the same share of every prompt: `most` of them, or a position each of a shorter prompt.
+        Bins are equal shares of each prompt: `most` of them, fewer where a prompt is shorter. NaN without entries.
         """
         whole = [(run.entries, run.tokens) for run in self.trace.runs if run.entries and run.row == 0]
         if not whole:
@@ -238,7 +234,7 @@ class Audit(Result):
         return np.asarray(np.mean([_shares(entries, tokens, bins) for entries, tokens in whole], axis=0))
 
     def by_layer(self) -> dict[str, NDArray[np.float64]]:
-        """Return situation -> (layer,) the most noise floors of all its prompts, rows and steps."""
+        """Return situation -> (layer,) largest distance in noise floors over prompts, rows and steps."""
         worst: dict[str, NDArray[np.float64]] = {}
         for run, _, decoded in self.compared:
             floors = layer_floors(decoded).max(axis=0)
@@ -246,7 +242,7 @@ class Audit(Result):
         return worst
 
     def _first_fault(self) -> str:
-        """Return the first fault, with the other situations that have one; empty where there is none."""
+        """Return the first fault and the other situations with a fault; empty where there is none."""
         if not self.faults:
             return ""
         first = self.faults[0]
@@ -258,17 +254,18 @@ class Audit(Result):
         return f"{where}{first.what} ({first.situation}{row}{far}){also}"
 
     def _only_lossy(self) -> str:
+        """Return that nothing differs, with the largest distance from the reference."""
         decoded = [run.decoded for run in self.trace.runs if run.decoded is not None]
         if not decoded:
-            return f"nothing was decoded, so only its kept sets are looked at{self._lost_ends()}"
+            return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends()}"
         most = floors_text(max(map(worst_floors, decoded)))
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{counted(len(decoded), 'run')}{self._lost_ends()}"
+            f"{plural(len(decoded), 'run')}{self._evicted_ends()}"
         )
 
-    def _lost_ends(self) -> str:
-        """Return in how many kept sets sinks or recent entries went, of prompts that are read alone."""
+    def _evicted_ends(self) -> str:
+        """Return in how many kept sets the first or the most recent entry was evicted, over unbatched prompts."""
         alone = {run.sample: run.entries for run in reversed(self.runs) if run.entries and run.row == 0}.values()
         sets = sum(entries.sets for entries in alone)
         words = {
@@ -285,7 +282,7 @@ class Audit(Result):
         return [table("what it keeps", lines, _KEPT, self.FIRST), note]
 
     def _steps(self) -> list[Part]:
-        """Return a table of the first prompt of each situation, step by step: the worst of its layers."""
+        """Return a table of the steps of each situation's first prompt, the worst of its layers."""
         first = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}
         shown = [run for run in self.runs if first.get((run.situation, run.row)) is run]
         lines = [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]
@@ -298,7 +295,7 @@ class Audit(Result):
         sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
         less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
         controls = less or ", and so do the controls'"
-        prompts = counted(self.identity.samples, "prompt")
+        prompts = plural(self.identity.samples, "prompt")
         return [
             table("what the loss is, first decoding step", lines, _LOSSES, "kept sets"),
             f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",
@@ -306,13 +303,13 @@ class Audit(Result):
 
 
 def conclude(trace: AuditTrace) -> Audit:
-    """Return the verdict on what an audit measured."""
+    """Return the verdict on an audit's measurements."""
     faults = [fault for run in trace.runs if (fault := fault_of_run(run)) is not None]
     return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
 
 
 def _shares(entries: CacheEntries, tokens: int, bins: int) -> NDArray[np.float64]:
-    """Return (layer, bin) shares of one prompt."""
+    """Return the (layer, bin) share of positions that one prompt's kept sets hold."""
     edges = np.linspace(0, tokens, bins + 1).round()
     counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept]
     return np.asarray(counts / np.diff(edges))

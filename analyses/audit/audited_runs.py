@@ -126,7 +126,7 @@ class AuditedRun(Record):
 
     Attributes:
         fault: its first difference.
-        worst: noise floors of everything that was compared, the most; None where nothing was decoded.
+        worst: largest distance in noise floors; None where nothing was decoded.
     """
 
     sample: str = column("of the prompt")
@@ -187,7 +187,7 @@ class CacheUse(Record):
     failed: str = column("what `generate` with all ids raises; empty where it goes on")
 
     def summary(self) -> str:
-        """Return what becomes of each use, a line each."""
+        """Return the outcome of each use, a line each."""
         again = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
         fed = "right: feeds the new token alone" if self.fed == 1 else again
         return "\n".join([
@@ -207,26 +207,26 @@ class CacheUse(Record):
 
 @record
 class AuditLoss(Record):
-    """The loss of some kept sets at the first decoding step, mean over the prompts."""
+    """The loss of the audited kept sets, or of a control, at the first decoding step, mean over prompts."""
 
     name: str = column("its kept sets, or a control")
     cache_share: float = column("entries over those of the full cache", key="held", heading="#cache\nshare")
     isolated: float = column(
         "L1 perturbation of all heads over Σ ‖o_h‖₁, each layer cut on its own",
         heading="#isolated",
-        text=text.significant,
+        text=text.three_digits,
     )
     propagated: float = column(
-        "the same with every earlier layer's error included", heading="#propagated", text=text.significant
+        "the same with every earlier layer's error included", heading="#propagated", text=text.three_digits
     )
     drift: float = column(
-        "L1 distance of the last layer's residual stream, over its norm", heading="#drift", text=text.significant
+        "L1 distance of the last layer's residual stream, over its norm", heading="#drift", text=text.three_digits
     )
-    kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.significant)
+    kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.three_digits)
 
 
 def audited_run(trace: AuditTrace, run: AuditRun, fault: Fault | None) -> AuditedRun:
-    """Return the record of a run."""
+    """Return the record of a run with its first difference."""
     decoded = run.decoded
     return AuditedRun(
         sample=run.sample,
@@ -268,13 +268,13 @@ def _entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) -> Audited
 
 
 def _worst(distance: Floats, floor: Floats) -> Floats:
-    """Return the (layer,) worst head's distance in floors; 0 where there is no distance."""
+    """Return the (layer,) distance of the worst head in noise floors; 0 for no distance."""
     worst = distance.max(axis=-1)
     return np.asarray(np.divide(worst, floor, out=np.zeros_like(worst), where=worst > 0))
 
 
 def _ends(kept: Integers, tokens: int) -> tuple[int, int]:
-    """Return how many first and last entries a set holds without a gap."""
+    """Return the numbers of first and of last entries that a kept set holds without a gap."""
     first = int(np.append(kept != np.arange(len(kept)), True).argmax())
     last = int(np.append(tokens - 1 - kept[::-1] != np.arange(len(kept)), True).argmax())
     return first, last

@@ -12,7 +12,7 @@ from perturbkv.analyses.columns import Record, column, record
 from perturbkv.audit_trace import SITUATIONS, AuditRun, CacheEntries, DecodeDistances
 
 FLOORS = 4
-"""More noise floors than this are a difference (METHOD: Audit)."""
+"""Number of noise floors above which a distance is a difference (METHOD: Audit)."""
 _LARGE = 1e4
 
 
@@ -35,13 +35,13 @@ class Fault(Record):
     )
 
     def location(self) -> str:
-        """Return layer, head and step, as far as it has them."""
+        """Return layer, head and step, as far as they are known."""
         parts = (("layer", self.layer), ("head", self.head), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
 
 def floors_text(floors: float) -> str:
-    """Return a number of noise floors as tables and sentences write it: '0.7', '120', '3e6'."""
+    """Return a number of noise floors as text: '0.7', '120', '3e6'."""
     if isnan(floors):
         return "–"
     if floors >= _LARGE:
@@ -61,34 +61,36 @@ def fault_of_run(run: AuditRun) -> Fault | None:
 
 
 Difference = tuple[int, int, int, str]
-"""Layer, head, step, what."""
+"""Layer, head, step, description."""
 
 
 def _entry_difference(entries: CacheEntries) -> Difference | None:
-    """Return the first layer whose entries are not the full cache's, with its first head."""
+    """Return the first difference between the entries and those of the full cache, by layer and head."""
     return min(_entry_differences(entries), key=lambda one: one[:2], default=None)
 
 
 def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
     for layer in entries.repeated:
-        yield layer, 0, 0, f"every entry is cached {_times(entries)}, once per query head (repeat_kv before caching)"
-    yield from _cells(entries.padded, "{} of padding attended to")
-    yield from _cells(entries.strangers, "{} like none of the prompt's")
-    for layer, words_of in enumerate(entries.altered):
-        for head, words in enumerate(words_of):
+        times = _repetitions(entries)
+        yield layer, 0, 0, f"every entry is cached {times}, once per query head (repeat_kv before caching)"
+    yield from _counted_differences(entries.padded, "{} of padding attended to")
+    yield from _counted_differences(entries.strangers, "{} like none of the prompt's")
+    for layer, heads in enumerate(entries.altered):
+        for head, words in enumerate(heads):
             if words:
                 yield layer, head, 0, words
-    yield from _cells(entries.duplicates, "{} kept twice")
+    yield from _counted_differences(entries.duplicates, "{} kept twice")
 
 
-def _cells(counts: NDArray[np.int64], words: str) -> Iterator[Difference]:
+def _counted_differences(counts: NDArray[np.int64], words: str) -> Iterator[Difference]:
+    """Yield a difference per kept set with a positive count; the words hold a place for the count."""
     for layer, head in np.argwhere(counts > 0):
         count = int(counts[layer, head])
         yield int(layer), int(head), 0, words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
 
 
-def _times(entries: CacheEntries) -> str:
-    """Return how often an entry is cached: query heads over sets that differ within the first repeated layer."""
+def _repetitions(entries: CacheEntries) -> str:
+    """Return how often an entry is cached: number of equal neighbouring sets in the first repeated layer."""
     sets = entries.kept[entries.repeated[0]]
     group = 1
     while group < len(sets) and np.array_equal(sets[group], sets[0]):
@@ -97,11 +99,10 @@ def _times(entries: CacheEntries) -> str:
 
 
 def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
-    """Return the first step, layer and head where decoding is not the reference's."""
-    units = head_floors(decoded)
-    far = np.argwhere(units > FLOORS)
-    if len(far):
-        step, layer, head = map(int, far[0])
+    """Return the first step, layer and head where decoding differs from the reference."""
+    heads = np.argwhere(head_floors(decoded) > FLOORS)
+    if len(heads):
+        step, layer, head = map(int, heads[0])
         return layer, head, step, _cause(decoded, step)
     hidden = np.argwhere(decoded.hidden / decoded.hidden_floor > FLOORS)
     if len(hidden):
@@ -112,10 +113,10 @@ def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
 
 
 def _cause(decoded: DecodeDistances, step: int) -> str:
-    """Return why decoding differs, where its positions or its masks say so."""
-    behind = float(decoded.behind[step])
-    if behind:
-        return _displaced(behind)
+    """Return the cause of a difference in decoding, as far as positions or masks show it."""
+    lag = float(decoded.behind[step])
+    if lag:
+        return _position_error(lag)
     if decoded.sees_later:
         return "the mask of a block lets its tokens see those behind them"
     if decoded.hides:
@@ -123,31 +124,32 @@ def _cause(decoded: DecodeDistances, step: int) -> str:
     return "decoding differs from the masked reference, its entries do not"
 
 
-def _displaced(behind: float) -> str:
-    if isnan(behind):
+def _position_error(lag: float) -> str:
+    """Return the error in the positions of new tokens, which lie `lag` too early; NaN for other rotations."""
+    if isnan(lag):
         return "keys of new tokens are not rotated to their positions"
-    count = abs(behind)
-    side = "early" if behind > 0 else "late"
+    count = abs(lag)
+    side = "early" if lag > 0 else "late"
     return f"new tokens stand {count:,.0f} {'position' if count == 1 else 'positions'} too {side}"
 
 
 def head_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
-    """Return (step, layer, head) noise floors of head outputs."""
+    """Return (step, layer, head) distances of head outputs in noise floors."""
     return np.asarray(decoded.head / decoded.head_floor[:, None])
 
 
 def layer_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
-    """Return (step, layer) noise floors of a layer: of its worst head, or of the residual stream after it."""
+    """Return (step, layer) distances in noise floors, the larger of a layer's worst head and its residual stream."""
     return np.asarray(np.fmax(head_floors(decoded).max(axis=-1), decoded.hidden / decoded.hidden_floor))
 
 
 def logit_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
-    """Return (step,) noise floors of the logits."""
+    """Return (step,) distances of the logits in noise floors."""
     return np.asarray(decoded.logits / decoded.logits_floor)
 
 
 def worst_floors(decoded: DecodeDistances) -> float:
-    """Return the most noise floors of everything that was compared."""
+    """Return the largest distance of layers and logits in noise floors."""
     return float(np.nanmax(np.concatenate([layer_floors(decoded).ravel(), logit_floors(decoded)])))
 
 

@@ -1,6 +1,6 @@
-"""The question `assumption`: whether a selection's first stage keeps more than half of the attention (paper, figure 4).
+"""Assumption 1: heads in which a selection's first stage keeps more than half of the attention (paper, figure 4).
 
-Three readings of σ per configuration, layer and head, and where it is at most 0.5 (METHOD: Assumption 1).
+There are three readings of σ per configuration, layer and head (METHOD: Assumption 1).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, long_form, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import common, counted, of_selection, short_names
+from perturbkv.analyses.pairing import common, plural, short_names, side_indices
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar, rare_share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
 from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -27,8 +27,8 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "assumption"
 READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window", "retained_mass": "S: all that is kept"}
-"""Variable -> what is summed: as the paper states σ, as the selection's first stage really holds it, and the whole
-kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
+"""Variable -> entries whose attention is summed: σ as the paper states it, as the selection's first stage has it, and
+of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
 HEADS = ("layer", "head")
 _MOST_LISTED, _MOST_LAYERS = 40, 5
 
@@ -49,8 +49,8 @@ class Reading(Record):
 
     Attributes:
         variable: its name in the trace.
-        below: (layer, head) in how many samples σ ≤ 0.5.
-        samples: of how many.
+        below: (layer, head) number of samples with σ ≤ 0.5.
+        samples: number of samples.
         layers: index of each measured decoder layer.
     """
 
@@ -61,7 +61,7 @@ class Reading(Record):
     share: float = column(
         "share of (sample, head) with σ > 0.5", unit="share", key="share_above_half", heading="#share of\nheads > 0.5"
     )
-    share_interval: Scalar = column("over samples", key="share_above_half_interval")
+    share_interval: OptionalInterval = column("over samples", key="share_above_half_interval")
     layer_share: Floats = column(
         "share of (sample, head) with σ > 0.5 within each layer",
         unit="share",
@@ -103,7 +103,7 @@ class Reading(Record):
 
 @record
 class ConfigAssumption(Record):
-    """One configuration: budget and α."""
+    """The readings of σ for one configuration."""
 
     SECTION = "configuration's σ"
 
@@ -126,7 +126,7 @@ class ConfigAssumption(Record):
         return self.sigma_stage1.share
 
     @property
-    def stage1_share_interval(self) -> Scalar:
+    def stage1_share_interval(self) -> OptionalInterval:
         """Interval of `stage1_share`, over samples."""
         return self.sigma_stage1.share_interval
 
@@ -136,7 +136,7 @@ class ConfigAssumption(Record):
         return self.sigma_topk.share
 
     @property
-    def topk_share_interval(self) -> Scalar:
+    def topk_share_interval(self) -> OptionalInterval:
         """Interval of `topk_share`, over samples."""
         return self.sigma_topk.share_interval
 
@@ -146,7 +146,7 @@ class ConfigAssumption(Record):
         return self.retained_mass.share
 
     @property
-    def kept_share_interval(self) -> Scalar:
+    def kept_share_interval(self) -> OptionalInterval:
         """Interval of `kept_share`, over samples."""
         return self.retained_mass.share_interval
 
@@ -165,7 +165,7 @@ def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, .
             cache_share=float(measured.cache_shares[index]),
             **{name: _reading(name, measured[name][:, index], layers) for name in READINGS},
         )
-        for index in of_selection(run, selection)
+        for index in side_indices(run, selection)
     )
 
 
@@ -177,7 +177,7 @@ def _reading(variable: str, sigma: Floats, layers: tuple[int, ...]) -> Reading:
         below=(~above).sum(axis=0),
         samples=len(sigma),
         share=float(above.mean()),
-        share_interval=intervals.of_mean(above.mean(axis=(1, 2)), rare_share_of(above[0].size)),
+        share_interval=intervals.of_mean(above.mean(axis=(1, 2)), rare_share_kind(above[0].size)),
         layer_share=above.mean(axis=(0, 2)),
         layers=layers,
     )
@@ -210,24 +210,24 @@ class Assumption(Result):
         return READINGS
 
     def conclusion(self) -> str:
-        """Return in how many heads it holds, at the budgets where it holds least and most, and where it fails."""
+        """Return in how many heads it holds, at the best and the worst budget, and the layer where it fails most."""
         shares = [
             (name, reading.share, text.percent(reading.share, reading.share_interval))
-            for name, reading in zip(self._names(), self._stage(), strict=True)
+            for name, reading in zip(self._names(), self._stage1(), strict=True)
         ]
         clause = (
             f"the first stage of {self.selection} keeps more than half of the attention in {extremes(shares)} of heads "
             f"({sample_note(self.identity.samples)}); {self._where()}"
         )
-        verdict = _verdict([interval_verdict(reading.share_interval, 0.5) for reading in self._stage()])
+        verdict = _verdict([interval_verdict(reading.share_interval, 0.5) for reading in self._stage1()])
         return sentence(f"{verdict}: {clause}" if verdict else clause)
 
     def title(self) -> str:
-        """Return what is shown, and what all configurations share."""
+        """Return the quantity and the shared choices."""
         return f"share of heads that keep more than half of the attention: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per configuration, with what its first stage really holds."""
+        """Return a line per configuration, with its first stage's reading."""
         return [
             Line(name, (config, config.sigma_stage1)) for name, config in zip(self._names(), self.configs, strict=True)
         ]
@@ -258,7 +258,7 @@ class Assumption(Result):
             for config in self.configs
             for variable, reading in config.readings.items()
             for row in long_form(
-                {**columns_of(config.config), "reading": variable},
+                {**config_columns(config.config), "reading": variable},
                 {"layer": reading.layers, "head": range(reading.mean.shape[1])},
                 {"sigma": reading.mean, "samples_at_most_half": reading.below, "samples": reading.samples},
             )
@@ -267,25 +267,25 @@ class Assumption(Result):
     def _names(self) -> list[str]:
         return [name or self.selection for name in short_names([config.config for config in self.configs])]
 
-    def _stage(self) -> list[Reading]:
+    def _stage1(self) -> list[Reading]:
         """Return the first stage's reading of each configuration."""
         return [config.sigma_stage1 for config in self.configs]
 
     def _where(self) -> str:
         """Return the layer with most of the heads that fail, at the budget where most do."""
-        index = max(range(len(self.configs)), key=lambda index: int(self._stage()[index].failing.sum()))
-        failing = self._stage()[index].failing
+        index = max(range(len(self.configs)), key=lambda index: int(self._stage1()[index].failing.sum()))
+        failing = self._stage1()[index].failing
         if not failing.any():
             return "no head fails in the mean over samples"
-        same = all((reading.failing == failing).all() for reading in self._stage())
+        same = all((reading.failing == failing).all() for reading in self._stage1())
         at = "" if same else f" at {self._names()[index]}"
         total, counts = int(failing.sum()), failing.sum(axis=1)
-        heads = f"{counted(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
+        heads = f"{plural(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
         if failing.all():
-            return f"all {counted(total, 'head')} fail{at}"
+            return f"all {plural(total, 'head')} fail{at}"
         layer = int(counts.argmax())
         if 2 * counts[layer] <= total:
-            return f"{heads}, in {counted(int((counts > 0).sum()), 'layer')}"
+            return f"{heads}, in {plural(int((counts > 0).sum()), 'layer')}"
         most = "" if counts[layer] == total else f"{counts[layer]} of them "
         return f"{heads}, {most}in layer {self.identity.layer(layer)}"
 
@@ -316,7 +316,7 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
 
 
 def _verdict(verdicts: list[int | None]) -> str:
-    """Return whether it holds in most heads, at every budget or not; empty of samples that are too few to say."""
+    """Return whether the assumption holds in most heads; empty where samples are too few to decide."""
     if None in verdicts:
         return ""
     if len(set(verdicts)) > 1:

@@ -1,7 +1,4 @@
-"""The question `bound-tightness`: how far the bounds lie above the perturbation, and whether they order selections.
-
-Paper, Theorems 2–4.
-"""
+"""Tightness of the bounds of the perturbation, and the order of selections by them (paper, Theorems 2–4)."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ from perturbkv.analyses.bounds.ratios import (
 )
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import common, of_selection, short_names
+from perturbkv.analyses.pairing import common, short_names, side_indices
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import complement, extremes, factor, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -56,13 +53,13 @@ _RATIOS = ("share", "l_theta", "l_theta_hat", "theta_theta_hat", "hat_relax")
 
 @record
 class BoundTightness(Result):
-    """The bounds of every configuration of a trace, and of one selection what is shown.
+    """The bounds of all configurations of a trace, shown for one selection.
 
     Attributes:
-        selection: whose bounds are shown.
-        run: what was run.
+        selection: the one whose bounds are shown.
+        run: the run's choices.
         identity: of the run, with the configurations shown.
-        others: configurations of the trace in few bits or corrected, of which the theorems say nothing.
+        others: quantised or corrected configurations, to which the theorems do not apply.
     """
 
     SECTION = "bound-tightness"
@@ -97,20 +94,20 @@ class BoundTightness(Result):
     @property
     def shown(self) -> tuple[Tightness, ...]:
         """The configurations of the selection, by α, then budget."""
-        return tuple(self.configs[index] for index in of_selection(self.run, self.selection))
+        return tuple(self.configs[index] for index in side_indices(self.run, self.selection))
 
     def with_selection(self, selection: str) -> BoundTightness:
         """Return the result with another selection shown. Raises TraceError where the trace holds none of it."""
-        shown = [self.run.configs[index] for index in of_selection(self.run, selection)]
+        shown = [self.run.configs[index] for index in side_indices(self.run, selection)]
         about = dataclasses.replace(self.identity, configs=tuple(shown))
         return dataclasses.replace(self, selection=selection, identity=about)
 
     def conclusion(self) -> str:
-        """Return how far θ̂ lies above the perturbation, and whether it orders selections as the perturbation does."""
+        """Return by what factor θ̂ exceeds the perturbation, and whether it orders selections as that does."""
         return sentence(f"{self._looseness()}; {self._order()}")
 
     def title(self) -> str:
-        """Return what the numbers are, and what all configurations share."""
+        """Return the quantities and the shared choices."""
         shared = common(self.identity.configs)
         return f"ratios where σ > 0.5, median and 5 to 95 % of samples and heads: {shared}"
 
@@ -119,11 +116,11 @@ class BoundTightness(Result):
         return [Line(name, (config, config.cells())) for name, config in self._named()]
 
     def caveats(self) -> Sequence[str]:
-        """Return which configurations are left out."""
+        """Return the configurations that are left out."""
         return others_note(self.others)
 
     def details(self) -> Sequence[Part]:
-        """Return what was checked, further ratios, and the order of selections by each bound."""
+        """Return the checked inequalities, further ratios, and the order of selections by each bound."""
         counts = ", ".join(f"{name} ({count:,})" for name, count in self.inequalities_checked.items())
         flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._named()]
         return [
@@ -144,7 +141,7 @@ class BoundTightness(Result):
             for config in self.configs
             for name, spread in config.spreads.items()
             for row in long_form(
-                {**columns_of(config.config), "ratio": name},
+                {**config_columns(config.config), "ratio": name},
                 {
                     "layer": [self.identity.layer(layer) for layer in range(len(config.flagged_heads))],
                     "head": range(config.flagged_heads.shape[1]),
@@ -161,14 +158,14 @@ class BoundTightness(Result):
 
     def plot_heads(self, width_mm: float = 174) -> Figure:
         """Return maps of L/θ, layer × head, a panel per budget."""
-        return self._drawn("BoundTightness.plot_heads", width_mm)
+        return self._draw("BoundTightness.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, Tightness]]:
         names = short_names([config.config for config in self.shown])
         return [(name or self.selection, config) for name, config in zip(names, self.shown, strict=True)]
 
     def _looseness(self) -> str:
-        """Return θ̂ over L of the median head where σ > 0.5, and of nine heads in ten."""
+        """Return the share of heads with σ > 0.5, and θ̂ over L there, of the median head and of nine heads in ten."""
         quantiles = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
         if all(isnan(levels[_MEDIAN]) for _, levels in quantiles):
             return f"there is no bound to judge for {self.selection}: {self._why_none()}"
@@ -181,6 +178,7 @@ class BoundTightness(Result):
         )
 
     def _why_none(self) -> str:
+        """Return why no ratio is known."""
         if not any(config.evicted_samples for config in self.shown):
             return "nothing was evicted"
         if all(config.flagged_share == 1 for config in self.shown):
@@ -190,7 +188,7 @@ class BoundTightness(Result):
     def _order(self) -> str:
         """Return whether a lower θ̂ means a lower L, in how many settings, and by how much."""
         correlations = [one for agreement in self.agreements for one in agreement.correlations]
-        ranked = [one for one in correlations if _counts(one)]
+        ranked = [one for one in correlations if _is_evidence(one)]
         if not ranked:
             few = "too few samples hold ranks where σ > 0.5" if correlations else "fewer than three of a budget"
             return f"whether the selection with the lower bound perturbs less cannot be said: {few}"
@@ -201,7 +199,7 @@ class BoundTightness(Result):
 
     def _orders(self) -> list[Part]:
         """Return ρ of each bound over the contenders, and how often a bound picks the better of two selections."""
-        settings = short_names([agreement.telling for agreement in self.agreements], "selection")
+        settings = short_names([agreement.most_specific for agreement in self.agreements], "selection")
         named = list(zip(settings, self.agreements, strict=True))
         ranks = [
             Line(name if index == 0 else "", (one,))
@@ -247,17 +245,17 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
     """
     trace, others = of_eviction(trace)
     measured = Measurements(trace, ANALYSIS, step)
-    held, shares = bounded(measured), measured.cache_shares
+    bounds, shares = bounded(measured), measured.cache_shares
     return BoundTightness(
         selection=selection,
-        inequalities_checked=check_inequalities(held),
+        inequalities_checked=check_inequalities(bounds),
         configs=tuple(
-            tightness(config, float(shares[index]), held.select(index)) for index, config in enumerate(held.configs)
+            tightness(config, float(shares[index]), bounds.select(index)) for index, config in enumerate(bounds.configs)
         ),
-        agreements=compare_orders(held, trace.run),
+        agreements=compare_orders(bounds, trace.run),
         step=step,
         run=trace.run,
-        identity=identity(trace, [trace.run.configs[index] for index in of_selection(trace.run, selection)], step),
+        identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         others=others,
     )
 
@@ -268,13 +266,13 @@ def _covered(config: Tightness) -> str:
 
 
 def _times(ratios: Floats) -> str:
-    """Return how often the perturbation goes into its bound: '3.1 × (1.6 to 8.2)'."""
-    median, most, least = (
+    """Return the bound over the perturbation, median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'."""
+    median, largest, least = (
         1 / float(ratios[index]) if ratios[index] else float("inf") for index in (_MEDIAN, _LOW, _HIGH)
     )
-    return f"{factor(median)} ({text.decimal(least, digits=1)} to {text.decimal(most, digits=1)})"
+    return f"{factor(median)} ({text.decimal(least, digits=1)} to {text.decimal(largest, digits=1)})"
 
 
-def _counts(one: RankCorrelation) -> bool:
-    """Return True for θ̂ over the selections that one would choose among, where enough samples are evidence."""
-    return one.bound == _BOUND and set(one.selections) <= {*CONTENDERS} and one.evidence_samples >= LEAST
+def _is_evidence(one: RankCorrelation) -> bool:
+    """Return whether a correlation is of θ̂, over the contenders, and from enough samples."""
+    return one.bound == _BOUND and set(one.selections) <= {*CONTENDERS} and one.evidence_samples >= MIN_SAMPLES

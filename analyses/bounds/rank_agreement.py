@@ -1,6 +1,6 @@
 """Order of selections by a bound and by the perturbation L: rank correlations within each head.
 
-Beside θ and θ̂ stands 1 − S, the attention that was given up: what an ordering that knows no values achieves.
+Beside θ and θ̂ there is 1 − S, the evicted attention, as the order that ignores values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from perturbkv.analyses.bounds.ratios import Bounded, bounded
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import by_selection
+from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Scalar, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, OptionalInterval, share_kind
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -28,10 +28,10 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "bound-tightness"
 CONTENDERS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage")
-"""Selections that one would really choose among; the controls beside them are so far off that any bound finds them."""
+"""Selections to choose among in practice; controls are so much worse that any bound ranks them last."""
 BOUNDS = ("θ", "θ̂", "1 − S")
 LEAST_SELECTIONS = 3
-"""Ranks of two are right or wrong: that is what `Concordance` counts."""
+"""Smallest number of selections with a rank correlation; for two, `Concordance` counts right orders."""
 
 
 @record
@@ -41,9 +41,9 @@ class RankCorrelation(Record):
     bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
     selections: tuple[str, ...] = column("selections that are ranked")
     mean: float = column("Spearman's ρ with L, mean over samples and heads; null where no value is left")
-    mean_interval: Scalar = column("over samples", key="interval")
+    mean_interval: OptionalInterval = column("over samples", key="interval")
     evidence_mean: float = column("Spearman's ρ where σ > 0.5 in every selection: all bounds on the same heads")
-    evidence_mean_interval: Scalar = column("over samples", key="evidence_interval")
+    evidence_mean_interval: OptionalInterval = column("over samples", key="evidence_interval")
     evidence_values: int = column("(sample, head) with σ > 0.5 in every selection", heading="#heads")
     evidence_samples: int = column("samples that hold such heads", heading="#samples")
     by_head: Floats = column("ρ of each head, mean over samples", dims=("layer", "head"))
@@ -56,24 +56,24 @@ class RankCorrelation(Record):
         return float("nan") if self.bound == "θ̂" else self.mean
 
     @property
-    def rho_interval(self) -> Scalar:
+    def rho_interval(self) -> OptionalInterval:
         """Interval of `rho`, over samples."""
         return None if isnan(self.rho) else self.mean_interval
 
     @derived(heading="#ρ where\nσ > 0.5", json=False)
     def evidence_rho(self) -> float:
         """Spearman's ρ with L where σ > 0.5 in every selection; a dash of fewer than five samples."""
-        return self.evidence_mean if self.evidence_samples >= LEAST else float("nan")
+        return self.evidence_mean if self.evidence_samples >= MIN_SAMPLES else float("nan")
 
     @property
-    def evidence_rho_interval(self) -> Scalar:
+    def evidence_rho_interval(self) -> OptionalInterval:
         """Interval of `evidence_rho`, over samples."""
         return None if isnan(self.evidence_rho) else self.evidence_mean_interval
 
 
 @record
 class Concordance(Record):
-    """How often of two selections the one with the lower bound also has the lower L."""
+    """The share of heads in which the selection with the lower bound also has the lower L, of two selections."""
 
     first: str = column("first selection")
     second: str = column("second selection")
@@ -83,9 +83,9 @@ class Concordance(Record):
         "mean over samples; null where none does",
         unit="share",
     )
-    share_interval: Scalar = column("over samples", key="interval")
+    share_interval: OptionalInterval = column("over samples", key="interval")
     evidence_share: float = column("share where σ > 0.5 in both: all bounds on the same heads", unit="share")
-    evidence_share_interval: Scalar = column("over samples", key="evidence_interval")
+    evidence_share_interval: OptionalInterval = column("over samples", key="evidence_interval")
     evidence_values: int = column("(sample, head) with σ > 0.5 in both", heading="#heads")
     evidence_samples: int = column("samples that hold such heads", heading="#samples")
     values: int = column("(sample, head) in which bound and L differ")
@@ -93,17 +93,17 @@ class Concordance(Record):
     @derived(unit="share", heading="#lower bound,\nlower L", json=False)
     def evidence_agreement(self) -> float:
         """Heads with σ > 0.5 in which the lower bound has the lower L; a dash of fewer than five samples."""
-        return self.evidence_share if self.evidence_samples >= LEAST else float("nan")
+        return self.evidence_share if self.evidence_samples >= MIN_SAMPLES else float("nan")
 
     @property
-    def evidence_agreement_interval(self) -> Scalar:
+    def evidence_agreement_interval(self) -> OptionalInterval:
         """Interval of `evidence_agreement`, over samples."""
         return None if isnan(self.evidence_agreement) else self.evidence_share_interval
 
 
 @record
 class RankAgreement(Record):
-    """Configurations that differ in selection alone."""
+    """The agreement of bounds with L for configurations that differ in selection alone."""
 
     SECTION = "agreement"
 
@@ -120,8 +120,8 @@ class RankAgreement(Record):
         return setting_object(self.configs)
 
     @property
-    def telling(self) -> EvictionConfig:
-        """The configuration that has most options, and so tells the setting from others."""
+    def most_specific(self) -> EvictionConfig:
+        """The configuration with most options, which names the setting."""
         return max(self.configs, key=lambda config: len(config.flat()))
 
 
@@ -133,56 +133,57 @@ def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
     return compare_orders(bounded(Measurements(trace, ANALYSIS, step)), trace.run)
 
 
-def compare_orders(held: Bounded, run: RunConfig) -> tuple[RankAgreement, ...]:
+def compare_orders(bounds: Bounded, run: RunConfig) -> tuple[RankAgreement, ...]:
     """Compare the order of bounds with that of L for each setting of a run."""
-    return tuple(_agreement(held, group) for group in by_selection(run) if len(group) > 1)
+    return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """(selection, sample, layer, head) arrays of one setting, over the samples of which every selection evicts."""
+    """(selection, sample, layer, head) arrays of one setting, over the samples in which every selection evicts."""
 
     names: tuple[str, ...]
     perturbation: Floats
     bounds: dict[str, Floats]
     sigma: Floats
 
-    def within(self, names: tuple[str, ...]) -> _Group:
+    def select(self, names: tuple[str, ...]) -> _Group:
+        """Return the arrays of some selections."""
         indices = [self.names.index(name) for name in names]
         bounds = {bound: array[indices] for bound, array in self.bounds.items()}
         return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
-    def counted(self, bound: str) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) True where the bound is evidence: θ̂ where every σ > 0.5, the others always."""
+    def evidence(self, bound: str) -> NDArray[np.bool_]:
+        """Return (sample, layer, head) True where the bound is valid: θ̂ where every σ > 0.5, the others always."""
         everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
-def _agreement(held: Bounded, group: dict[str, int]) -> RankAgreement:
+def _agreement(bounds: Bounded, group: dict[str, int]) -> RankAgreement:
     indices = list(group.values())
-    samples = held.evicted[:, indices].all(axis=1)
+    samples = bounds.evicted[:, indices].all(axis=1)
     arrays = [
         np.moveaxis(array[samples][:, indices], 1, 0)
-        for array in (held.perturbation, held.sigma, held.theta, held.theta_hat, 1 - held.mass)
+        for array in (bounds.perturbation, bounds.sigma, bounds.theta, bounds.theta_hat, 1 - bounds.mass)
     ]
-    bounds = dict(zip(BOUNDS, arrays[2:], strict=True))
-    whole = _Group(tuple(group), perturbation=arrays[0], bounds=bounds, sigma=arrays[1])
+    by_bound = dict(zip(BOUNDS, arrays[2:], strict=True))
+    whole = _Group(tuple(group), perturbation=arrays[0], bounds=by_bound, sigma=arrays[1])
     contenders = tuple(name for name in group if name in CONTENDERS)
     ranked = [names for names in dict.fromkeys((contenders, whole.names)) if len(names) >= LEAST_SELECTIONS]
     return RankAgreement(
-        configs=tuple(held.configs[index] for index in indices),
-        correlations=tuple(_correlation(whole.within(names), bound) for names in ranked for bound in whole.bounds),
+        configs=tuple(bounds.configs[index] for index in indices),
+        correlations=tuple(_correlation(whole.select(names), bound) for names in ranked for bound in whole.bounds),
         pairs=tuple(
-            _concordance(whole.within(pair), bound) for pair in combinations(whole.names, 2) for bound in whole.bounds
+            _concordance(whole.select(pair), bound) for pair in combinations(whole.names, 2) for bound in whole.bounds
         ),
     )
 
 
 def _correlation(group: _Group, bound: str) -> RankCorrelation:
-    counted = group.counted(bound)
-    rho = np.where(counted, spearman(group.bounds[bound], group.perturbation), np.nan)
+    valid = group.evidence(bound)
+    rho = np.where(valid, spearman(group.bounds[bound], group.perturbation), np.nan)
     per_sample = _mean(rho, (1, 2))
-    proven = np.where(group.counted("θ̂"), rho, np.nan)
+    proven = np.where(group.evidence("θ̂"), rho, np.nan)
     evidence = _mean(proven, (1, 2))
     return RankCorrelation(
         bound=bound,
@@ -195,18 +196,18 @@ def _correlation(group: _Group, bound: str) -> RankCorrelation:
         evidence_samples=_count(evidence),
         by_head=_mean(rho, (0,)),
         values=_count(rho),
-        flagged=int((~counted).sum()),
+        flagged=int((~valid).sum()),
     )
 
 
 def _concordance(pair: _Group, bound: str) -> Concordance:
     limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
-    differing = pair.counted(bound) & (limit != 0) & (perturbation != 0)
+    differing = pair.evidence(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)
     per_sample = _mean(agreeing, (1, 2))
-    proven = np.where(pair.counted("θ̂"), agreeing, np.nan)
+    proven = np.where(pair.evidence("θ̂"), agreeing, np.nan)
     evidence = _mean(proven, (1, 2))
-    share = share_of(agreeing[0].size if len(agreeing) else 0)
+    share = share_kind(agreeing[0].size if len(agreeing) else 0)
     return Concordance(
         first=pair.names[0],
         second=pair.names[1],
@@ -222,11 +223,11 @@ def _concordance(pair: _Group, bound: str) -> Concordance:
 
 
 def _count(values: Floats) -> int:
-    """Return how many are not NaN."""
+    """Return the number of values that are not NaN."""
     return int((~np.isnan(values)).sum())
 
 
 def _mean(values: Floats, axes: tuple[int, ...]) -> Floats:
-    """Return the mean of what is not NaN; NaN where nothing is."""
-    held = ~np.isnan(values)
-    return np.asarray(ratio(np.where(held, values, 0).sum(axis=axes), held.sum(axis=axes)))
+    """Return the mean of the values that are not NaN; NaN where all are."""
+    known = ~np.isnan(values)
+    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axes), known.sum(axis=axes)))

@@ -16,16 +16,16 @@ from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
-from perturbkv.analyses.stats.intervals import Scalar, rare_share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
 from perturbkv.analyses.text import complement, decimal
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BoundError, TraceError
 from perturbkv.trace import Trace
 
 RELATIVE_SLACK = 1e-5
-"""θ is made of norms ν in float32, L of float64 products: their rounding is no violation."""
+"""Relative slack: θ sums norms ν in float32, L float64 products, and their rounding is no violation."""
 ABSOLUTE_SLACK = 1e-12
-"""Of ‖o_h‖₁: where nearly everything is kept both sides are what is left of a float64 subtraction."""
+"""Slack relative to ‖o_h‖₁: where nearly everything is kept, both sides are rounding of a float64 subtraction."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class Bounded:
     layers: tuple[int, ...]
 
     def select(self, config: int) -> Bounded:
-        """Return one configuration, over the samples of which it evicted anything."""
-        held = self.evicted[:, config]
+        """Return one configuration, over the samples in which it evicted anything."""
+        samples = self.evicted[:, config]
         arrays = {
-            field.name: getattr(self, field.name)[held, 0 if field.name == "scale" else config]
+            field.name: getattr(self, field.name)[samples, 0 if field.name == "scale" else config]
             for field in fields(self)
             if field.name not in ("configs", "sample_ids", "layers")
         }
-        names = tuple(name for name, there in zip(self.sample_ids, held, strict=True) if there)
+        names = tuple(name for name, there in zip(self.sample_ids, samples, strict=True) if there)
         return Bounded(**arrays, configs=(self.configs[config],), sample_ids=names, layers=self.layers)
 
 
 def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
-    """Return the configurations of a trace of which the theorems speak, and the others.
+    """Return the trace of the configurations to which the theorems apply, and the other configurations.
 
-    The others are in few bits, or corrected for what was evicted. Raises TraceError where nothing is left.
+    The others are quantised or corrected. Raises TraceError where no configuration is left.
     """
     others = tuple(config for config in trace.run.configs if not config.only_evicts)
     if not others:
@@ -85,7 +85,7 @@ def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
 
 
 def others_note(others: Sequence[EvictionConfig]) -> list[str]:
-    """Return a line on configurations that were left out; none where there are none."""
+    """Return a note on configurations that are left out; nothing where there are none."""
     labels = ", ".join(config.label() for config in others)
     why = "bounds speak of eviction alone, not of few bits or corrected outputs"
     return [f"Left out, as {why}: {labels}."] if others else []
@@ -103,31 +103,30 @@ def bounded(measured: Measurements) -> Bounded:
         "mass": "retained_mass",
     }
     arrays = {field: measured[name] for field, name in names.items()}
-    complete = tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole)
     return Bounded(
         **arrays,
         scale=measured["output_norm"][:, None],
         evicted=measured["evicted"] > 0,
         configs=trace.run.configs,
-        sample_ids=complete,
+        sample_ids=measured.sample_ids,
         layers=tuple(map(trace.layer_name, range(arrays["theta"].shape[2]))),
     )
 
 
-def check_inequalities(held: Bounded) -> dict[str, int]:
-    """Return how many values each inequality was checked on. Raises BoundError at the first violation."""
-    everywhere = np.broadcast_to(held.evicted[:, :, None, None], held.theta.shape)
+def check_inequalities(bounds: Bounded) -> dict[str, int]:
+    """Return the number of values that each inequality was checked on. Raises BoundError at the first violation."""
+    everywhere = np.broadcast_to(bounds.evicted[:, :, None, None], bounds.theta.shape)
     return {
-        "L ≤ θ": _check("L", held.perturbation, "θ", held.theta, held, everywhere),
-        "θ ≤ θ̂": _check("θ", held.theta, "θ̂", held.theta_hat, held, everywhere),
+        "L ≤ θ": _check("L", bounds.perturbation, "θ", bounds.theta, bounds, everywhere),
+        "θ ≤ θ̂": _check("θ", bounds.theta, "θ̂", bounds.theta_hat, bounds, everywhere),
         "θ̂ ≤ θ̂_relax": _check(
-            "θ̂", held.theta_hat, "θ̂_relax", held.theta_hat_relax, held, everywhere & (held.sigma > EVIDENCE)
+            "θ̂", bounds.theta_hat, "θ̂_relax", bounds.theta_hat_relax, bounds, everywhere & (bounds.sigma > EVIDENCE)
         ),
     }
 
 
-def _check(below: str, lower: Floats, above: str, upper: Floats, held: Bounded, where: NDArray[np.bool_]) -> int:
-    slack = RELATIVE_SLACK * np.abs(upper) + ABSOLUTE_SLACK * held.scale
+def _check(below: str, lower: Floats, above: str, upper: Floats, bounds: Bounded, where: NDArray[np.bool_]) -> int:
+    slack = RELATIVE_SLACK * np.abs(upper) + ABSOLUTE_SLACK * bounds.scale
     violated = where & (lower > upper + slack)
     if violated.any():
         sample, config, layer, head = (int(index) for index in np.argwhere(violated)[0])
@@ -135,8 +134,8 @@ def _check(below: str, lower: Floats, above: str, upper: Floats, held: Bounded, 
         raise BoundError(
             msg,
             f"{lower[sample, config, layer, head]:.6g} > {upper[sample, config, layer, head]:.6g}",
-            f"layer {held.layers[layer]}, head {head} of sample '{held.sample_ids[sample]}', "
-            f"'{held.configs[config].label()}'",
+            f"layer {bounds.layers[layer]}, head {head} of sample '{bounds.sample_ids[sample]}', "
+            f"'{bounds.configs[config].label()}'",
             int(violated.sum()),
         )
     return int(where.sum())
@@ -145,13 +144,13 @@ def _check(below: str, lower: Floats, above: str, upper: Floats, held: Bounded, 
 RATIOS = ("L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax")
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 OVER_SAMPLES = (0.0, 0.5, 1.0)
-"""Per head there are few values, one per sample: least, median, largest."""
+"""Quantiles per head, which has one value per sample: least, median, largest."""
 MASS_EDGES = np.linspace(0, 1, 21)
 
 
 @record
 class Spread(Record):
-    """How one ratio is distributed over samples and heads.
+    """The distribution of one ratio over samples and heads.
 
     Attributes:
         by_layer: (level, layer) quantiles over samples and heads with σ > 0.5.
@@ -203,7 +202,7 @@ class RatioCells(Record):
     """Medians of the four ratios, each with the 5 % and 95 % quantile, as a table shows them."""
 
     share: float = column("(sample, head) with such σ, a share of all", unit="share", heading="#share of\nheads")
-    share_interval: Scalar = column("over samples")
+    share_interval: OptionalInterval = column("over samples")
     l_theta: str = column("perturbation over the bound of Theorem 2: median and 5 to 95 %", heading="#L/θ")
     l_theta_hat: str = column("perturbation over the bound of Theorem 3", heading="#L/θ̂")
     theta_theta_hat: str = column("bound of Theorem 2 over that of Theorem 3", heading="#θ/θ̂")
@@ -227,7 +226,7 @@ class Tightness(Record):
     mass: MassCurve = column("L/θ against S", key="retained_mass_bins")
     retained_mass: float = column("mean S, a share of the attention")
     flagged_share: float = column("share of (sample, head) with σ ≤ 0.5", key="sigma_at_most_half_share", unit="share")
-    flagged_share_interval: Scalar = column("over samples", key="sigma_at_most_half_share_interval")
+    flagged_share_interval: OptionalInterval = column("over samples", key="sigma_at_most_half_share_interval")
     flagged_heads: Floats = column(
         "share of the samples in which σ ≤ 0.5", key="sigma_at_most_half_by_head", unit="share", dims=("layer", "head")
     )
@@ -240,22 +239,22 @@ class Tightness(Record):
 
 
 def _cell(quantiles: Floats) -> str:
-    """Return the median above the 5 % and 95 % quantiles."""
+    """Return the median, on a second line the 5 % and 95 % quantiles."""
     low, _, median, _, high = (float(value) for value in quantiles)
     return decimal(median) if isnan(median) else f"{decimal(median)}\n{decimal(low)}–{decimal(high)}"
 
 
-def tightness(config: EvictionConfig, cache_share: float, held: Bounded) -> Tightness:
-    """Return the distributions of one configuration's ratios; `held` are the samples of which it evicted anything."""
-    flagged = held.sigma <= EVIDENCE
+def tightness(config: EvictionConfig, cache_share: float, bounds: Bounded) -> Tightness:
+    """Return the distributions of one configuration's ratios over the samples in which it evicted anything."""
+    flagged = bounds.sigma <= EVIDENCE
     ratios = dict(
         zip(
             RATIOS,
             (
-                ratio(held.perturbation, held.theta),
-                ratio(held.perturbation, held.theta_hat),
-                ratio(held.theta, held.theta_hat),
-                ratio(held.theta_hat, held.theta_hat_relax),
+                ratio(bounds.perturbation, bounds.theta),
+                ratio(bounds.perturbation, bounds.theta_hat),
+                ratio(bounds.theta, bounds.theta_hat),
+                ratio(bounds.theta_hat, bounds.theta_hat_relax),
             ),
             strict=True,
         )
@@ -265,11 +264,11 @@ def tightness(config: EvictionConfig, cache_share: float, held: Bounded) -> Tigh
         cache_share=cache_share,
         evicted_samples=len(flagged),
         spreads={name: _spread(values, flagged) for name, values in ratios.items()},
-        mass=_mass_curve(held.mass, ratios[RATIOS[0]]),
-        retained_mass=float(held.mass.mean()) if held.mass.size else float("nan"),
+        mass=_mass_curve(bounds.mass, ratios[RATIOS[0]]),
+        retained_mass=float(bounds.mass.mean()) if bounds.mass.size else float("nan"),
         flagged_share=float(flagged.mean()) if flagged.size else float("nan"),
         flagged_share_interval=intervals.of_mean(
-            flagged.mean(axis=(1, 2)), rare_share_of(int(np.prod(flagged.shape[1:])))
+            flagged.mean(axis=(1, 2)), rare_share_kind(int(np.prod(flagged.shape[1:])))
         ),
         flagged_heads=flagged.mean(axis=0) if len(flagged) else np.full(flagged.shape[1:], np.nan),
     )
@@ -287,9 +286,9 @@ def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
 
 
 def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
-    held = ~np.isnan(tightness)
-    bins = np.clip(np.digitize(mass[held], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
-    inside = [tightness[held][bins == index] for index in range(len(MASS_EDGES) - 1)]
+    known = ~np.isnan(tightness)
+    bins = np.clip(np.digitize(mass[known], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
+    inside = [tightness[known][bins == index] for index in range(len(MASS_EDGES) - 1)]
     return MassCurve(
         count=np.array([len(part) for part in inside]),
         quantiles=np.stack([quantiles(part, LEVELS) for part in inside], axis=1),

@@ -1,4 +1,4 @@
-"""Configurations along their budgets: curves, and where on its axis each configuration stands."""
+"""Curves of configurations over their budgets, and the coordinate of each configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import pairs, sweeps
+from perturbkv.analyses.pairing import curve_names, pairs, sweeps
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
@@ -41,6 +41,14 @@ def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
     return Axis(tuple(ordered), tuple(configs), measured.cache_shares[ordered], budgets)
 
 
+def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tuple[str, Axis]]:
+    """Return every curve of some sides, or of all configurations, with its name. Raises as `axis`."""
+    each: Sequence[str | None] = [None] if sides is None else sides
+    curves = dict.fromkeys(tuple(indices) for side in each for indices in sweeps(measured.trace.run, side))
+    axes = [axis(measured, indices) for indices in curves]
+    return list(zip(curve_names([one.configs[0] for one in axes]), axes, strict=True))
+
+
 def check_kind(configs: Sequence[EvictionConfig], analysis: str) -> None:
     """Raise ConfigError where some budgets are entries and others shares: which is larger depends on the prompt."""
     units = {config.budget.unit: config.budget for config in configs}
@@ -65,7 +73,7 @@ def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[t
             raise
         chosen = [(first[0], second[0])]
     else:
-        chosen = list(dict.fromkeys((_containing(run, first, one), _containing(run, second, two))
+        chosen = list(dict.fromkeys((_curve_of(run, first, one), _curve_of(run, second, two))
                                     for one, two in related))  # fmt: skip
     return [(axis(measured, one), axis(measured, two)) for one, two in chosen]
 
@@ -76,6 +84,6 @@ def above_full(shares: Iterable[float]) -> list[str]:
     return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []
 
 
-def _containing(run: RunConfig, curves: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
+def _curve_of(run: RunConfig, curves: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
     """Return the indices of the curve that a configuration belongs to."""
     return next(indices for indices in curves if any(run.configs[index] == config for index in indices))

@@ -5,19 +5,16 @@ budgets a line on the logarithm of the budget joins the baseline's (of what is p
 falls by factors, and a straight line would lie above it). Where the baseline's curve is flat at the treatment's level,
 the budget nearest to the treatment's own counts: equal curves save nothing, nor does noise that is made to fall.
 
-Where a curve of scores begins and where it ends, two budgets and more may be alike for another reason: nothing is right
-yet, or all is, whatever the budget. Of a treatment at one of these levels nothing is told but the smallest budget
-measured that does as well.
+At both ends of a curve of scores several budgets may be equal for another reason: no answer is right yet, or all are,
+whatever the budget. For a treatment at one of these levels only the smallest budget measured that does as well is
+given.
 
-Its interval is a test turned round: a budget belongs to it where the interval of `intervals` cannot tell the baseline
-there from the treatment, sample by sample. So it covers as often as that one does, and nothing is resampled, which with
-eight samples holds the truth too rarely. Budgets between two that belong belong as well.
+The interval of the number inverts a test: a budget belongs to it where the interval of `intervals` cannot distinguish
+the baseline there from the treatment, sample by sample. So it covers as often as that one does, and nothing is
+resampled, which with eight samples covers too rarely. Budgets between two that belong belong as well.
 
-Of what a single prompt can dominate, such as KL, means tell nothing: there each sample has a budget of its own, and
-their median counts, between two of them (`intervals.of_medians`).
-
-`Loss` is what each configuration loses by one measure, sample by sample; `MeasuredSavings` are two curves over their
-budgets by one measure, with the saving at each of the second one's budgets.
+Where a single prompt can dominate a mean, as of KL, each sample has a budget of its own, and their median counts, with
+the interval of a median (`intervals.of_medians`).
 """
 
 from __future__ import annotations
@@ -36,20 +33,28 @@ from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Interval, Kind, Scalar, share_of
+from perturbkv.analyses.stats.intervals import (
+    DIFFERENCE,
+    POSITIVE,
+    RATIO,
+    Interval,
+    OptionalInterval,
+    StatisticKind,
+    share_kind,
+)
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
 LEAST_BUDGETS = 5
 """Fewer leave too much to the lines between them."""
 _CANDIDATES = 401
-"""Budgets that are tried, evenly on the logarithm."""
+"""Budgets that are tried, evenly spaced on the logarithm."""
 _SMALLEST = 1e-12
-"""Of what falls by factors: less is rounding."""
+"""Least value on a logarithmic scale: less is rounding."""
 _SAME = 1e-9
-"""Levels no further apart are one: a mean differs by rounding with the order in which its numbers lie."""
+"""Levels that differ by less are equal: means differ by rounding with the order of their numbers."""
 _DIGITS = 12
-"""Of means, for the same reason, where it is asked whether they fall."""
+"""Digits of means, for the same reason, where it is decided whether they fall."""
 
 
 @record
@@ -66,14 +71,14 @@ class EquivalentBudget(Record):
     value: float = column(
         "the budget; null or 0 beyond those measured; where `beyond` is flat the smallest measured that does as well"
     )
-    interval: Scalar = column(
+    interval: OptionalInterval = column(
         "budgets that the samples cannot distinguish from it; null or 0 at an open end; null where `beyond` is flat"
     )
     flat: bool = False
 
     @property
     def known(self) -> bool:
-        """Whether it lies among the budgets measured."""
+        """True where it lies among the budgets measured."""
         return 0 < self.value < np.inf and not self.flat
 
     @derived()
@@ -87,41 +92,43 @@ class EquivalentBudget(Record):
 
 
 def equivalent_budgets(
-    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: Kind
+    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: StatisticKind
 ) -> list[EquivalentBudget]:
-    """Return where the baseline's loss comes down to the treatment's, for each of the treatment's budgets.
+    """Return, for each of the treatment's budgets, the baseline's budget at which it loses no more.
 
     Args:
         budgets: (budget,) the baseline's, rising.
-        baseline: (sample, budget) what is lost at each, the less the better.
+        baseline: (sample, budget) its losses.
         own: (own,) the treatment's budgets, rising.
-        treatment: (sample, own) what it loses there.
+        treatment: (sample, own) its losses.
         kind: of the comparison: on a logarithm a ratio of means, else a mean of differences of what lies in [0, 1].
     """
-    falling, levels = _falling(baseline), _falling(treatment)
+    falling, levels = _make_falling(baseline), _make_falling(treatment)
     return [
         _equivalent_budget(budgets, falling, float(at), level, kind) for at, level in zip(own, levels.T, strict=True)
     ]
 
 
-def _equivalent_budget(budgets: Floats, falling: Floats, own: float, level: Floats, kind: Kind) -> EquivalentBudget:
+def _equivalent_budget(
+    budgets: Floats, falling: Floats, own: float, level: Floats, kind: StatisticKind
+) -> EquivalentBudget:
     curve, aim = falling.mean(axis=0), float(level.mean())
-    flat = None if kind.log else _flat(curve, aim)
+    flat = None if kind.log else _flat_index(curve, aim)
     if flat is not None:
         return EquivalentBudget(float(budgets[flat]), None, flat=True)
-    value = _crossing(budgets, curve, aim, own, kind.log)
+    value = _budget_at(budgets, curve, aim, own, kind.log)
     tried = np.geomspace(budgets[0], budgets[-1], _CANDIDATES)
-    contrast = _contrast(_weights(budgets, tried), falling, level, kind.log)
-    band = intervals.band(contrast, len(falling), kind)
+    contrast = _contrast(_interpolation(budgets, tried), falling, level, kind.log)
+    band = intervals.of_statistics(contrast, len(falling), kind)
     if band is None:
         return EquivalentBudget(value, None)
     equal = 1.0 if kind.log else 0.0
-    low, high = _ends(tried, band.high < equal - _SAME, band.low > equal + _SAME)
+    low, high = _undecided_ends(tried, band.high < equal - _SAME, band.low > equal + _SAME)
     return EquivalentBudget(value, Interval(min(low, value), max(high, value), band.kind))
 
 
-def _flat(curve: Floats, aim: float) -> int | None:
-    """Return the first index of the level on which the curve begins or ends flat, or of no score; None elsewhere."""
+def _flat_index(curve: Floats, aim: float) -> int | None:
+    """Return the first index at the level `aim` where the curve ends flat there or `aim` is a score of 0; else None."""
     same = np.abs(curve - aim) <= _SAME
     if same[:2].all() or same[-2:].all() or aim >= 1 - _SAME:
         return int(np.argmax(same))  # the smallest one also where every budget scores something
@@ -135,10 +142,10 @@ def median_equivalent_budgets(
 
     Arguments as of `equivalent_budgets`.
     """
-    sides = [np.stack([_falling(one[None])[0] for one in side]) for side in (baseline, treatment)]
+    sides = [np.stack([_make_falling(one[None])[0] for one in side]) for side in (baseline, treatment)]
     each = np.array(
         [
-            [_crossing(budgets, curve, float(aim), float(at), log=True) for at, aim in zip(own, levels, strict=True)]
+            [_budget_at(budgets, curve, float(aim), float(at), log=True) for at, aim in zip(own, levels, strict=True)]
             for curve, levels in zip(*sides, strict=True)
         ]
     )
@@ -153,8 +160,8 @@ def median_equivalent_budgets(
     ]
 
 
-def _falling(losses: Floats) -> Floats:
-    """Return (sample, budget) losses whose mean falls: neighbouring budgets at which it rises share their mean."""
+def _make_falling(losses: Floats) -> Floats:
+    """Return (sample, budget) losses whose mean falls: neighbouring budgets between which it rises are pooled."""
     means = losses.mean(axis=0)
     shares = np.round(means / (means.max() or 1.0), _DIGITS)
     starts = isotonic_regression(shares, increasing=False).blocks
@@ -162,9 +169,9 @@ def _falling(losses: Floats) -> Floats:
     return np.asarray(np.repeat(np.add.reduceat(losses, starts[:-1], axis=1) / sizes, sizes, axis=1))
 
 
-def _crossing(budgets: Floats, curve: Floats, level: float, own: float, log: bool) -> float:
-    """Return the budget at which a falling curve (budget,) is at the level: of a flat part the nearest to `own`."""
-    curve, aim = _scaled(curve, log), _scaled(np.asarray(level), log)
+def _budget_at(budgets: Floats, curve: Floats, level: float, own: float, log: bool) -> float:
+    """Return the budget at which a falling curve (budget,) reaches the level; on a flat part the nearest to `own`."""
+    curve, aim = _scale(curve, log), _scale(np.asarray(level), log)
     same = budgets[np.abs(curve - aim) <= _SAME]
     if len(same):
         return float(np.clip(own, same[0], same[-1]))
@@ -177,8 +184,8 @@ def _crossing(budgets: Floats, curve: Floats, level: float, own: float, log: boo
     return float(budgets[index - 1] * (budgets[index] / budgets[index - 1]) ** share)
 
 
-def _weights(budgets: Floats, tried: Floats) -> Floats:
-    """Return (tried, budget) weights of the measured budgets at tried ones: linear in the logarithm."""
+def _interpolation(budgets: Floats, tried: Floats) -> Floats:
+    """Return (tried, budget) weights that interpolate measured budgets at tried ones, linear in the logarithm."""
     logs = np.log(budgets)
     return np.stack([np.interp(np.log(tried), logs, one) for one in np.eye(len(budgets))], axis=1)
 
@@ -187,25 +194,25 @@ def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -
     """Return treatment against baseline at each tried budget: (row, sample) weights -> (row, tried)."""
 
     def contrast(weights: Floats) -> Floats:
-        level, curve = (weights @ treatment)[:, None], _scaled(weights @ baseline, log) @ between.T
+        level, curve = (weights @ treatment)[:, None], _scale(weights @ baseline, log) @ between.T
         return np.asarray(ratio(level, np.exp(curve)) if log else level - curve)
 
     return contrast
 
 
-def _ends(tried: Floats, ahead: np.ndarray, behind: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the budgets between those where the treatment surely leads and those where it surely does not.
+def _undecided_ends(tried: Floats, ahead: np.ndarray, behind: np.ndarray) -> tuple[float, float]:
+    """Return the ends of the tried budgets at which neither side is decided to be better: from `ahead` to `behind`.
 
-    Open, 0 or infinite, where no tried budget is on that side.
+    Open, 0 or infinite, where no tried budget is decided on that side.
     """
-    first = int(np.argmin(ahead))  # the first at which it is not surely ahead
+    first = int(np.argmin(ahead))  # the first at which the treatment is not decided to be better
     last = len(tried) - 1 - int(np.argmin(behind[::-1]))
     low = 0.0 if first == 0 and not ahead[0] else float(tried[-1] if ahead.all() else tried[first - 1])
     high = np.inf if last == len(tried) - 1 and not behind[-1] else float(tried[0] if behind.all() else tried[last + 1])
     return low, high
 
 
-def _scaled(values: Floats, log: bool) -> Floats:
+def _scale(values: Floats, log: bool) -> Floats:
     return np.log(np.maximum(values, _SMALLEST)) if log else values
 
 
@@ -215,7 +222,7 @@ MEASURES = {
     "kl": "KL, nat, median",
 }
 """Name -> its caption: mean score of answers, mean propagated perturbation of all heads over the norms of their full
-outputs, and KL(full ‖ evicted), whose mean a single prompt can make."""
+outputs, and KL(full ‖ evicted), whose mean a single prompt can dominate."""
 NAMES = {"score": "score", "propagated": "propagated L1", "kl": "KL"}
 """Name -> its short caption."""
 
@@ -227,21 +234,20 @@ class Loss:
     Attributes:
         name: a key of `MEASURES`.
         each: (sample, config) 1 − score; relative L1; nat.
-        full: mean score of the full cache's answers; NaN of other measures.
+        full: mean score of the full cache's answers; NaN for other measures.
     """
 
     name: str
     each: Floats
     full: float
 
-    def level(self, index: int) -> tuple[float, Scalar]:
+    def level(self, index: int) -> tuple[float, OptionalInterval]:
         """Return one configuration's score in [0, 1], mean L1 or median KL, with its interval."""
         each = self.each[:, index]
         if self.name == "kl":
-            band = intervals.of_medians(each[:, None])
-            return float(np.median(each)), None if band is None else band.at(0)
+            return float(np.median(each)), intervals.of_median(each)
         if self.name == "score":
-            return float(1 - each.mean()), intervals.of_mean(1 - each, share_of(0))
+            return float(1 - each.mean()), intervals.of_mean(1 - each, share_kind(0))
         return float(each.mean()), intervals.of_mean(each, POSITIVE)
 
     def equivalent_budgets(self, baseline: Axis, treatment: Axis) -> list[EquivalentBudget]:
@@ -253,16 +259,16 @@ class Loss:
         return equivalent_budgets(baseline.at, falling, treatment.at, levels, kind)
 
 
-def losses(measured: Measurements, by: Sequence[str] | None) -> list[Loss]:
-    """Return the losses by some measures, or with None by all that the trace has; scores are of whole answers.
+def measure_losses(measured: Measurements, by: Sequence[str] | None) -> list[Loss]:
+    """Return the losses by some measures, with None by all that the trace has; scores are of whole answers.
 
     Raises TraceError where the trace lacks one, UnknownNameError for an unknown one, ConfigError for none at all.
     """
-    return [_loss(measured, name) for name in (_available(measured) if by is None else checked(by))]
+    return [_loss(measured, name) for name in (_available(measured) if by is None else check_measures(by))]
 
 
-def checked(by: Sequence[str]) -> list[str]:
-    """Return names of measures, or one, each once. Raises UnknownNameError, or ConfigError where there is none."""
+def check_measures(by: Sequence[str]) -> list[str]:
+    """Return the names of measures, each once. Raises UnknownNameError for an unknown one, ConfigError for none."""
     names = [by] if isinstance(by, str) else list(by)
     for name in names:
         if name not in MEASURES:
@@ -305,9 +311,9 @@ class Level(Record):
     )  # fmt: skip
     level: float = column(
         "mean score (0 to 1), mean propagated L1 over the norms of the full outputs, or median KL (nat)",
-        heading="#its value", text=text.significant,
+        heading="#its value", text=text.three_digits,
     )  # fmt: skip
-    level_interval: Scalar = interval()
+    level_interval: OptionalInterval = interval()
 
 
 @record
@@ -324,9 +330,9 @@ class Point(Level):
     equivalent: EquivalentBudget = column("the baseline's budget for the same, on the same axis", key="reached")
     reason: str = column("why there is no saving, or no end of its interval; empty where both are there")
     baseline_level: float | None = column(
-        "the same of the baseline at that budget", heading="#baseline's\nvalue", text=text.significant, json=False
+        "the same of the baseline at that budget", heading="#baseline's\nvalue", text=text.three_digits, json=False
     )
-    baseline_level_interval: Scalar
+    baseline_level_interval: OptionalInterval
     baseline_range: tuple[float, float]
     entries: bool
 
@@ -336,7 +342,7 @@ class Point(Level):
         return 1 - self.at / self.equivalent.value if self.equivalent.known else float("nan")
 
     @derived()
-    def saving_interval(self) -> Scalar:
+    def saving_interval(self) -> OptionalInterval:
         """Interval of the saving; an end is 1, or null for −∞, where the budgets measured do not show it."""
         ends = self.equivalent.interval
         if ends is None:
@@ -346,7 +352,7 @@ class Point(Level):
 
     @property
     def least_saving(self) -> float:
-        """The saving, or where it is beyond what was measured, the end that it lies behind."""
+        """The saving; where it lies beyond the budgets measured, the end of them that it is beyond."""
         if self.equivalent.known:
             return self.saving
         return 1 - self.at / self.baseline_range[1 if self.equivalent.value else 0]
@@ -356,7 +362,7 @@ class Point(Level):
         """Share of the baseline's budget that the treatment saves; ? where the baseline's curve is flat."""
         if self.equivalent.flat:
             return "?"
-        return _SIGNS.get(self.equivalent.value, "") + text.percent(self.least_saving) + text.ends(
+        return _SIGNS.get(self.equivalent.value, "") + text.percent(self.least_saving) + text.interval_text(
             self.saving_interval, _hundredths, "\n")  # fmt: skip
 
     @derived(heading="#baseline's\nbudget b*", json=False)
@@ -365,7 +371,9 @@ class Point(Level):
         value, low_high = self.equivalent.value, self.baseline_range
         sign = "≤ " if self.equivalent.flat else _SIGNS.get(value, "")
         shown = sign + self._coordinate({inf: low_high[1], 0.0: low_high[0]}.get(value, value))
-        ends = text.ends(self.equivalent.interval, lambda end: self._coordinate(end) if 0 < end < inf else "…", "\n")
+        ends = text.interval_text(
+            self.equivalent.interval, lambda end: self._coordinate(end) if 0 < end < inf else "…", "\n"
+        )
         return shown + ends
 
     def _coordinate(self, value: float) -> str:
@@ -402,7 +410,7 @@ class MeasuredSavings(Record):
 
 
 def measured_savings(loss: Loss, baseline: Axis, treatment: Axis, along: str) -> MeasuredSavings:
-    """Return what the treatment saves by one measure; `along`: what the axes' coordinates are, budget or held."""
+    """Return the treatment's savings by one measure; `along`: the axes' coordinates, `budget` or `held`."""
     levels, own = _levels(loss, baseline), _levels(loss, treatment)
     equivalents = loss.equivalent_budgets(baseline, treatment)
     entries = along == "budget" and isinstance(treatment.configs[0].budget.value, int)
@@ -411,20 +419,20 @@ def measured_savings(loss: Loss, baseline: Axis, treatment: Axis, along: str) ->
         full=loss.full,
         baseline=tuple(levels),
         points=tuple(_point(level, one, levels, entries) for level, one in zip(own, equivalents, strict=True)),
-        rising=_rising(loss, levels),
-        treatment_rising=_rising(loss, own),
+        rising=_rising_pairs(loss, levels),
+        treatment_rising=_rising_pairs(loss, own),
     )
 
 
 def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level], entries: bool) -> Point:
-    there = next((one for one in baseline if one.at == level.at), None)
+    same = next((one for one in baseline if one.at == level.at), None)
     ends = (baseline[0].at, baseline[-1].at)
     return Point(
         **vars(level),
         equivalent=equivalent,
         reason=_reason(equivalent, ends),
-        baseline_level=None if there is None else there.level,
-        baseline_level_interval=None if there is None else there.level_interval,
+        baseline_level=None if same is None else same.level,
+        baseline_level_interval=None if same is None else same.level_interval,
         baseline_range=ends,
         entries=entries,
     )
@@ -449,7 +457,7 @@ def _levels(loss: Loss, axis: Axis) -> list[Level]:
     ]
 
 
-def _rising(loss: Loss, levels: list[Level]) -> tuple[tuple[float, float], ...]:
-    """Return neighbouring budgets of which the larger loses more."""
+def _rising_pairs(loss: Loss, levels: list[Level]) -> tuple[tuple[float, float], ...]:
+    """Return the pairs of neighbouring budgets of which the larger loses more."""
     sign = -1 if loss.name == "score" else 1
     return tuple((low.at, high.at) for low, high in pairwise(levels) if sign * (high.level - low.level) > 0)

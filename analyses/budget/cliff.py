@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import columns, pairing, text
-from perturbkv.analyses.budget.budget_axis import Axis, axis
+from perturbkv.analyses import columns, text
+from perturbkv.analyses.budget.budget_axis import Axis, named_axes
 from perturbkv.analyses.budget.criteria import Criterion
 from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, checked, sweeps
+from perturbkv.analyses.pairing import Sides, check_sides
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
-from perturbkv.analyses.stats.intervals import Band, Scalar
+from perturbkv.analyses.stats.intervals import Band, OptionalInterval
 from perturbkv.analyses.text import sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
@@ -32,7 +32,7 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "cliff"
 THRESHOLDS = (0.1, 1.0)
-"""Nat."""
+"""Default thresholds of KL, in nat."""
 LEAST_BUDGETS = 3
 _METHOD = (
     "Lines join the budgets measured, on both logarithms; beyond them only the side is known, > or <. Brackets: the "
@@ -47,9 +47,9 @@ class BudgetKL(Record):
 
     budget: str = column("budget as given", heading="#budget")
     cache_share: float = column("entries of the cache over those of the full cache", heading="#cache\nshare")
-    median: float = column("KL of the next token", unit="nat", heading="#KL, nat,\nmedian", text=text.significant)
-    median_interval: Scalar = interval()
-    mean: float = column("KL, mean over samples; one can dominate it", heading="#mean", text=text.significant)
+    median: float = column("KL of the next token", unit="nat", heading="#KL, nat,\nmedian", text=text.three_digits)
+    median_interval: OptionalInterval = interval()
+    mean: float = column("KL, mean over samples; one can dominate it", heading="#mean", text=text.three_digits)
 
 
 @record
@@ -95,51 +95,51 @@ class Cliff(Record):
 
 
 def method_cliff(
-    measured: Measurements, name: str, own: Axis, baseline: Axis, each: Floats, thresholds: tuple[float, ...]
+    measured: Measurements, name: str, axis: Axis, first: Axis, kl: Floats, thresholds: tuple[float, ...]
 ) -> Cliff:
-    """Return one method's cliff; `each` is (sample, config) KL in nat."""
-    curves, against = each[:, list(own.indices)], each[:, list(baseline.indices)]
-    ratios = [] if own is baseline else [
-        crossing_ratio((baseline.at, own.at), (against, curves), threshold) for threshold in thresholds
+    """Return one method's cliff beside the first method's; `kl` is (sample, config) in nat."""
+    curves, first_curves = kl[:, list(axis.indices)], kl[:, list(first.indices)]
+    ratios = [] if axis is first else [
+        crossing_ratio((first.at, axis.at), (first_curves, curves), threshold) for threshold in thresholds
     ]  # fmt: skip
-    made = Cliff(
+    cliff = Cliff(
         name=name,
-        configs=own.configs,
-        budgets=own.at,
-        cache_shares=own.cache_shares,
-        cache_bytes=_bytes(measured)[list(own.indices)],
+        configs=axis.configs,
+        budgets=axis.at,
+        cache_shares=axis.cache_shares,
+        cache_bytes=_mean_bytes(measured)[list(axis.indices)],
         median=np.median(curves, axis=0),
         median_interval=intervals.of_medians(curves),
         mean=curves.mean(axis=0),
-        unstaged=_unstaged(measured, own),
+        unstaged=_unstaged(measured, axis),
         crossings=(),
         ratios=tuple(ratios),
     )
-    return dataclasses.replace(made, crossings=tuple(_crossing(made, curves, one) for one in thresholds))
+    return dataclasses.replace(cliff, crossings=tuple(_crossing(cliff, curves, one) for one in thresholds))
 
 
 def _crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
-    """Return a crossing with the caches at its budget."""
-    one = crossing(method.budgets, curves, threshold)
+    """Return a crossing with the size of the cache at its budget."""
+    point = crossing(method.budgets, curves, threshold)
     return dataclasses.replace(
-        one,
+        point,
         entries=isinstance(method.configs[0].budget.value, int),
-        cache_share=method.at(one.value, method.cache_shares),
-        cache_bytes=method.at(one.value, method.cache_bytes),
+        cache_share=method.at(point.value, method.cache_shares),
+        cache_bytes=method.at(point.value, method.cache_bytes),
     )
 
 
-def _bytes(measured: Measurements) -> Floats:
+def _mean_bytes(measured: Measurements) -> Floats:
     """Return (config,) mean bytes over samples; NaN where the trace lacks them."""
     if "held_bytes" not in measured:
         return np.full(len(measured.trace.run.configs), np.nan)
     return np.asarray(measured["held_bytes"].mean(axis=0))
 
 
-def _unstaged(measured: Measurements, own: Axis) -> NDArray[np.int64]:
-    """Return (budget,) how many samples a method with two stages takes nothing of in its first."""
-    taken = measured["stage1_count"][:, list(own.indices)].max(axis=(2, 3))
-    staged = np.array([config.selection.name in STAGED for config in own.configs])
+def _unstaged(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
+    """Return (budget,) the number of samples in which stage 1 of a two-stage method takes no entry."""
+    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))
+    staged = np.array([config.selection.name in STAGED for config in axis.configs])
     return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
 
 
@@ -147,7 +147,7 @@ def _unstaged(measured: Measurements, own: Axis) -> NDArray[np.int64]:
 class Cliffs(Sequenced[Cliff], Result):
     """The cliffs of every method of a run; a sequence of them."""
 
-    SECTION = "cliff"
+    SECTION = "budget --cliff"
     SHOWN = ("threshold", "budget", "cache_share", "megabytes", "over_first")
     FIRST = "method"
 
@@ -202,7 +202,7 @@ class Cliffs(Sequenced[Cliff], Result):
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method and budget: KL of the next token in nat, median and mean over samples, and caches."""
         return [
-            {"method": one.name, **columns_of(config), "held": float(one.cache_shares[index]),
+            {"method": one.name, **config_columns(config), "held": float(one.cache_shares[index]),
              "bytes": float(one.cache_bytes[index]), "median_kl": float(one.median[index]),
              "mean_kl": float(one.mean[index])}
             for one in self.members for index, config in enumerate(one.configs)
@@ -216,7 +216,7 @@ class Cliffs(Sequenced[Cliff], Result):
         return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
 
     def _ratio(self, one: Cliff, index: int) -> CrossingRatio:
-        """Return a method's ratio; of the first method 1."""
+        """Return a method's ratio over the first method's, which itself has 1."""
         samples = self.identity.samples
         return (
             one.ratios[index]
@@ -225,7 +225,7 @@ class Cliffs(Sequenced[Cliff], Result):
         )
 
     def _without_stage1(self) -> list[str]:
-        """Return at which budgets the share α of the entries is none, so that two stages are the second alone."""
+        """Return the caveat on budgets at which stage 1 takes no entry, so that stage 2 selects alone."""
         named = [
             f"{one.name} b={config.budget} ({count} of {self.identity.samples} samples)"
             for one in self.members
@@ -259,25 +259,20 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
         >>> [one.name for one in result], result[0].median.shape
         (['attention', 'two-stage'], (5,))
     """
-    thresholds = checked_thresholds(kl)
-    named = checked(trace, "", "" if sides is None else sides)
+    thresholds = check_thresholds(kl)
+    named = check_sides(trace, "", "" if sides is None else sides)
     measured = Measurements(trace, ANALYSIS, None)
-    run = measured.trace.run
-    curves = dict.fromkeys(tuple(indices) for side in ([None] if sides is None else named)
-                           for indices in sweeps(run, side))  # fmt: skip
-    axes = [axis(measured, indices) for indices in curves]
+    curves = named_axes(measured, None if sides is None else named)
+    axes = [axis for _, axis in curves]
     _check_budgets(axes)
-    each = Criterion("kl", thresholds[0]).each(measured)
-    names = pairing.curve_names([one.configs[0] for one in axes])
-    members = tuple(
-        method_cliff(measured, name, one, axes[0], each, thresholds) for name, one in zip(names, axes, strict=True)
-    )
-    configs = [config for one in axes for config in one.configs]
+    each = Criterion("kl", thresholds[0]).sample_means(measured)
+    members = tuple(method_cliff(measured, name, axis, axes[0], each, thresholds) for name, axis in curves)
+    configs = [config for axis in axes for config in axis.configs]
     floor = float(np.median(measured["logit_kl_noise_floor"]))
-    return Cliffs(thresholds, run.steps, floor, members, identity(measured.trace, configs))
+    return Cliffs(thresholds, measured.trace.run.steps, floor, members, identity(measured.trace, configs))
 
 
-def checked_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
+def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
     """Return thresholds in nat, rising. Raises ConfigError for none, one that is not positive, or one twice."""
     for one in kl:
         check_number("--kl", one)

@@ -1,11 +1,9 @@
-"""Safe budgets: a limit on a mean over samples, the bound that must keep to it, and budgets tested in a fixed order.
+"""Criteria of safe budgets: a limit on a mean over samples, and the verdict on a curve of budgets.
 
-The smallest budget that keeps to a limit: budgets are tested from the largest down, up to the first that fails.
-
-The order is fixed before anything is seen, so every test may take the whole risk of 5 %: the first budget that is
-really unsafe is reached at most once, and passes with at most that probability (fixed-sequence testing). A search that
-tried budgets in an order of its own finding would need other samples for its verdict. What lies below the first failure
-is not tested, even where it would pass.
+Budgets are tested from the largest down, until one fails. The order is fixed before any number is seen, so every test
+may take the whole risk of 5 %: the first budget that is really unsafe is reached at most once, and passes with at most
+that probability (fixed-sequence testing). A search in an order that follows the numbers would need other samples for
+its verdict. What lies below the first failure is not tested, even where it would pass.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, scores
 from perturbkv.analyses.stats import one_sided
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
@@ -31,12 +29,12 @@ _QUANTITIES = {"kl": "mean KL", "drop": "mean drop of the score", "top1": "mean 
 _SHORT = {"kl": "KL", "drop": "drop of score", "top1": "same token"}
 _UNITS = {"kl": " nat", "drop": " points", "top1": ""}
 _SMALLEST = 1e-12
-"""Nat: less is rounding, and has no logarithm worth the name."""
+"""Least KL in nat: less is rounding, whose logarithm means nothing."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A limit that the mean over samples keeps to.
+    """A limit that the mean over samples must keep to.
 
     Attributes:
         name: `kl` (nat, at most), `drop` (of the score, in [0, 1], at most), `top1` (share, at least).
@@ -47,20 +45,20 @@ class Criterion:
     limit: float
 
     def __str__(self) -> str:
-        sign = "≥" if self.least else "≤"
-        return f"{_QUANTITIES[self.name]} {sign} {self.written(self.limit)}{_UNITS[self.name]}"
+        sign = "≥" if self.is_lower_limit else "≤"
+        return f"{_QUANTITIES[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
     def short(self) -> str:
         """The limit in a table."""
-        return f"{_SHORT[self.name]} {'≥' if self.least else '≤'} {self.written(self.limit)}{_UNITS[self.name]}"
+        return f"{_SHORT[self.name]} {'≥' if self.is_lower_limit else '≤'} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
     def quantity(self) -> str:
         """The limited quantity in words."""
         return _QUANTITIES[self.name]
 
-    def written(self, value: float) -> str:
+    def format(self, value: float) -> str:
         """Return a mean or a bound in the limit's unit, a drop in points of 100."""
         if math.isinf(value):
             return "∞"
@@ -68,20 +66,20 @@ class Criterion:
             return f"{100 * value:.3g}".replace("-", "−")
         return f"{value:.3g}" if self.name == "kl" else f"{value:.4g}"
 
-    def with_unit(self, value: float) -> str:
+    def format_with_unit(self, value: float) -> str:
         """Return a mean or a bound with its unit."""
-        return f"{self.written(value)}{_UNITS[self.name]}"
+        return f"{self.format(value)}{_UNITS[self.name]}"
 
     @property
-    def least(self) -> bool:
-        """Whether the limit is a lower one."""
+    def is_lower_limit(self) -> bool:
+        """True where the limit is a lower one."""
         return self.name == "top1"
 
     def keeps(self, value: float) -> bool:
         """Return whether a mean, or its bound, keeps to the limit."""
-        return value >= self.limit if self.least else value <= self.limit
+        return value >= self.limit if self.is_lower_limit else value <= self.limit
 
-    def each(self, measured: Measurements) -> Floats:
+    def sample_means(self, measured: Measurements) -> Floats:
         """Return (sample, config) means of the limited quantity over each sample's measured steps.
 
         Raises TraceError where the trace lacks it. `measured` is of all steps.
@@ -90,13 +88,13 @@ class Criterion:
             return _drop(measured)
         steps = np.arange(measured.trace.run.steps) < measured_steps(measured.trace)[:, None]
         if self.name == "top1":
-            return _mean(measured["top1_agreement"], steps[:, None])
-        floor = _mean(measured["logit_kl_noise_floor"], steps)
-        kl = _mean(measured["logit_kl"], steps[:, None])
+            return _mean_over_steps(measured["top1_agreement"], steps[:, None])
+        floor = _mean_over_steps(measured["logit_kl_noise_floor"], steps)
+        kl = _mean_over_steps(measured["logit_kl"], steps[:, None])
         return np.asarray(np.maximum(kl, np.maximum(floor, _SMALLEST)[:, None]))
 
     def bound(self, each: Floats, samples: int | None = None) -> float:
-        """Return the one-sided 95 % bound of the mean of (sample,) values; `samples`: of so many like these."""
+        """Return the one-sided 95 % bound of the mean of (sample,) values; `samples`: for so many values like these."""
         if self.name == "kl":
             return one_sided.mean_at_most(each, samples)
         if self.name == "drop":
@@ -105,8 +103,8 @@ class Criterion:
             return one_sided.share_at_least(each > 0, samples)
         return one_sided.mean_at_least(each, samples)
 
-    def above(self, each: Floats) -> float | None:
-        """Return the exact bound of the share of samples (sample,) whose KL exceeds the limit; None of other limits."""
+    def share_above(self, each: Floats) -> float | None:
+        """Return the exact bound of the share of (sample,) values above a limit of KL; None for other limits."""
         return 1 - one_sided.share_at_least(each <= self.limit) if self.name == "kl" else None
 
     def samples_for(self, each: Floats) -> int | None:
@@ -115,7 +113,7 @@ class Criterion:
 
 
 def _drop(measured: Measurements) -> Floats:
-    """Return (sample, config) drops of the score. Raises TraceError where there was nothing to lose."""
+    """Return (sample, config) drops of the score. Raises TraceError where the full cache scores 0 everywhere."""
     graded, source = scores(measured.trace, ANALYSIS), measured.trace.source
     if not graded.full.any():
         msg = (
@@ -127,8 +125,8 @@ def _drop(measured: Measurements) -> Floats:
     return graded.drop
 
 
-def _mean(array: Floats, measured: NDArray[np.bool_]) -> Floats:
-    """Return the mean over the steps that each sample has."""
+def _mean_over_steps(array: Floats, measured: NDArray[np.bool_]) -> Floats:
+    """Return means over the last axis, of the steps that each sample has measured."""
     return np.asarray(np.mean(array, axis=-1, where=np.broadcast_to(measured, array.shape)))
 
 
@@ -149,7 +147,7 @@ _RANGES = {
     "drop": ("max_drop (--max-drop)", 100, "points of 100"),
     "top1": ("min_top1 (--min-top1)", 1, "a share of tokens, such as 0.99"),
 }
-"""Name of each limit, the number that it lies below, and its unit."""
+"""Limit -> its option, the number that it lies below, and its unit."""
 
 
 def _criterion(name: str, limit: float) -> Criterion:
@@ -166,7 +164,7 @@ SAFE, FEW, NONE = "safe", "too few samples", "none"
 
 @record
 class TestedBudget(Record):
-    """One budget under one limit."""
+    """One budget tested under one limit."""
 
     __test__ = False
     SECTION = "tested budget"
@@ -248,11 +246,11 @@ class Verdict(Record):
         """First budget that fails, its mean (and bound), and how many samples like these it would take to pass."""
         if self.failed is None:
             return "none"
-        budget, mean = self.failed.config.budget, self.criterion.written(self.failed.mean)
+        budget, mean = self.failed.config.budget, self.criterion.format(self.failed.mean)
         if not self.criterion.keeps(self.failed.mean):
             return f"{budget}: {mean}"
         if math.isinf(self.failed.bound):
-            return f"{budget}: {mean};\nn ≥ {LEAST} has a bound"
+            return f"{budget}: {mean};\nn ≥ {MIN_SAMPLES} has a bound"
         enough = "n unknown" if self.samples_for is None else f"n = {self.samples_for:,} would do"
         return f"{budget}: {self._mean_and_bound(self.failed)};\n{enough}"
 
@@ -262,35 +260,35 @@ class Verdict(Record):
         return None if self.safe is None or self.safe.above is None else f"≤ {100 * self.safe.above:.0f} %"
 
     def _mean_and_bound(self, tested: TestedBudget) -> str:
-        sign = "≥" if self.criterion.least else "≤"
-        return f"{self.criterion.written(tested.mean)} ({sign} {self.criterion.written(tested.bound)})"
+        sign = "≥" if self.criterion.is_lower_limit else "≤"
+        return f"{self.criterion.format(tested.mean)} ({sign} {self.criterion.format(tested.bound)})"
 
 
 def worst(states: Iterable[str]) -> str:
-    """Return NONE before FEW before SAFE."""
+    """Return the worst of some states: NONE, then FEW, then SAFE."""
     present = set(states)
     return next(state for state in (NONE, FEW, SAFE) if state in present)
 
 
 def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
-    """Return the verdict on a curve; `each`: (sample, config) of the whole trace."""
+    """Return the verdict on a curve; `each`: (sample, config) limited quantity of the whole trace."""
     tested: list[TestedBudget] = []
     for config, index, share in list(zip(curve.configs, curve.indices, curve.cache_shares, strict=True))[::-1]:
-        own, before = each[:, index], all(one.holds for one in tested)
-        bound = criterion.bound(own)
+        values, passed = each[:, index], all(one.holds for one in tested)
+        bound = criterion.bound(values)
         tested.append(
             TestedBudget(
                 config=config,
                 cache_share=float(share),
-                mean=float(own.mean()),
+                mean=float(values.mean()),
                 bound=bound,
-                above=criterion.above(own),
-                tested=before,
-                holds=before and criterion.keeps(bound),
+                above=criterion.share_above(values),
+                tested=passed,
+                holds=passed and criterion.keeps(bound),
             )
         )
-    made = Verdict(criterion, tuple(tested), None)
-    if made.failed is None or not criterion.keeps(made.failed.mean):
-        return made
-    index = curve.indices[curve.configs.index(made.failed.config)]
-    return Verdict(criterion, made.budgets, criterion.samples_for(each[:, index]))
+    result = Verdict(criterion, tuple(tested), None)
+    if result.failed is None or not criterion.keeps(result.failed.mean):
+        return result
+    index = curve.indices[curve.configs.index(result.failed.config)]
+    return Verdict(criterion, result.budgets, criterion.samples_for(each[:, index]))

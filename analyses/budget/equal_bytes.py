@@ -11,13 +11,13 @@ import numpy as np
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Floats, Measurements, byte_shares, scores
+from perturbkv.analyses.json_values import config_columns
+from perturbkv.analyses.measurements import Floats, Measurements, scores
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, Scalar, share_of
+from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.text import Case, Words, comparison, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -29,17 +29,12 @@ from perturbkv.trace import Trace
 ANALYSIS = "bytes"
 
 
-def _hundredfold(value: float, ends: Scalar = None) -> str:
-    """Return a score, or a difference of two, in points of 100."""
-    return text.fixed(100 * value, 1) + text.ends(ends, lambda end: text.fixed(100 * end, 1), " ")
-
-
 @record
 class Row(Record):
-    """One configuration.
+    """One configuration: its size in bytes, and what it perturbs and scores.
 
     Attributes:
-        evicts: whether anything goes, in any sample.
+        evicts: whether anything is evicted, in any sample.
     """
 
     SECTION = "bytes row"
@@ -55,27 +50,27 @@ class Row(Record):
     evicts: bool
     perturbation: float = column(
         "propagated L1 of the last layer's heads over ‖o‖₁, mean over samples", key="moved",
-        heading="#last layer's\nperturbation", text=text.significant,
+        heading="#last layer's\nperturbation", text=text.three_digits,
     )  # fmt: skip
-    perturbation_interval: Scalar = column("over samples", key="moved_interval")
+    perturbation_interval: OptionalInterval = column("over samples", key="moved_interval")
     ratio: float | None = column(
         "perturbation over that of evicting alone at the same bytes, ratio of both means; null where there is none",
         key="over",
     )  # fmt: skip
-    ratio_interval: Scalar = column("over samples", key="over_interval")
+    ratio_interval: OptionalInterval = column("over samples", key="over_interval")
     kl_median: float = column(
         "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL of the next\ntoken, nat",
-        text=text.significant,
+        text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
     score: float | None = column(
-        "of its answers, 0 to 1; null without answers", heading="#score\n× 100", text=_hundredfold
+        "of its answers, 0 to 1; null without answers", heading="#score\n× 100", text=text.points
     )
-    score_interval: Scalar = interval()
+    score_interval: OptionalInterval = interval()
     gain: float | None = column(
         "`score` less that of evicting alone, sample by sample; null without either"
     )  # fmt: skip
-    gain_interval: Scalar = interval()
+    gain_interval: OptionalInterval = interval()
 
     @derived(heading="#bits")
     def bits(self) -> int:
@@ -95,17 +90,17 @@ class Row(Record):
         return self.ratio if self.config.quantised else None
 
     @property
-    def over_evicting_interval(self) -> Scalar:
+    def over_evicting_interval(self) -> OptionalInterval:
         """Interval of that ratio."""
         return self.ratio_interval
 
-    @derived(heading="#score, less\nevicting's", json=False, text=_hundredfold)
+    @derived(heading="#score, less\nevicting's", json=False, text=text.points)
     def gain_over_evicting(self) -> float | None:
         """Score × 100 less that of evicting alone at the same bytes, sample by sample."""
         return self.gain if self.config.quantised else None
 
     @property
-    def gain_over_evicting_interval(self) -> Scalar:
+    def gain_over_evicting_interval(self) -> OptionalInterval:
         """Interval of that difference."""
         return self.gain_interval
 
@@ -124,12 +119,12 @@ class Setting(Record):
         return self.rows[0].config
 
 
-class Rows:
-    """Rows of a trace's configurations. Raises TraceError where the trace lacks a measurement.
+class RowBuilder:
+    """The measurements from which rows are made. Raises TraceError where the trace lacks one.
 
     Attributes:
         configs: of the trace.
-        evicts: (config,) above 0 where anything goes, in any sample.
+        evicts: (config,) above 0 where anything is evicted, in any sample.
         scores: of answers; None where there are none.
     """
 
@@ -138,14 +133,14 @@ class Rows:
         perturbation = measured["perturbation_propagated"][:, :, -1].sum(axis=-1)
         norms = measured["output_norm"][:, -1].sum(axis=-1)
         self._perturbation: Floats = perturbation / norms[:, None]
-        self._cache_shares, self._byte_shares = measured.cache_shares, byte_shares(measured.trace, ANALYSIS)
+        self._cache_shares, self._byte_shares = measured.cache_shares, measured.byte_shares
         self._kl = measured["logit_kl"]
         self.evicts: Floats = measured["evicted"].max(axis=0)
         self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
 
-    def row(self, index: int, base: int | None = None) -> Row:
-        """Return one configuration, compared with the one that evicts alone at the same bytes."""
-        own, kl = self._perturbation[:, index], self._kl[:, [index]]
+    def build(self, index: int, base: int | None = None) -> Row:
+        """Return a configuration's row, compared with the configuration `base` that evicts alone at the same bytes."""
+        own, kl = self._perturbation[:, index], self._kl[:, index]
         over, over_interval = (None, None) if base is None else self._ratio(index, base)
         score = gain = None
         if self.scores is not None:
@@ -161,52 +156,51 @@ class Rows:
             ratio=over,
             ratio_interval=over_interval,
             kl_median=float(np.median(kl)),
-            kl_median_interval=text.interval_at(intervals.of_medians(kl), 0),
+            kl_median_interval=intervals.of_median(kl),
             score=None if score is None else float(score.mean()),
-            score_interval=None if score is None else intervals.of_mean(score, share_of(0)),
+            score_interval=None if score is None else intervals.of_mean(score, share_kind(0)),
             gain=None if gain is None else float(gain.mean()),
             gain_interval=None if gain is None else intervals.of_mean(gain, DIFFERENCE),
         )
 
-    def _ratio(self, index: int, base: int) -> tuple[float, Scalar]:
+    def _ratio(self, index: int, base: int) -> tuple[float, OptionalInterval]:
         first, second = self._perturbation[:, base], self._perturbation[:, index]
 
         def over(weights: Floats) -> Floats:
             return np.asarray(ratio(weights @ second, weights @ first))
 
-        return float(ratio(second.sum(), first.sum())), intervals.scalar(over, len(first), RATIO)
+        return float(ratio(second.sum(), first.sum())), intervals.of_statistic(over, len(first), RATIO)
 
 
-def settings(rows: Rows) -> tuple[Setting, ...]:
-    """Return every setting, by budget as the run has them; none at a budget that holds everything in 16 bits already.
+def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
+    """Return every setting, in the run's order; none at a budget that holds everything in 16 bits already.
 
     Raises TraceError where there is none.
     """
     alone = [index for index, config in enumerate(rows.configs) if not config.quantised and rows.evicts[index]]
-    made = [_setting(rows, index) for index in alone]
-    several = tuple(one for one in made if len(one.rows) > 1)
-    if not several:
+    compared = tuple(one for one in (_setting(rows, index) for index in alone) if len(one.rows) > 1)
+    if not compared:
         precisions = ", ".join(dict.fromkeys(str(config.precision) for config in rows.configs))
         msg = (
             f"{ANALYSIS} needs a configuration in 16 bits that evicts something and one like it in quantise(bits=…, "
             f"fill=…), whose budget counts bytes; got a trace of {precisions}; perturbkv budget --bytes makes one"
         )
         raise TraceError(msg)
-    return several
+    return compared
 
 
-def _setting(rows: Rows, base: int) -> Setting:
+def _setting(rows: RowBuilder, base: int) -> Setting:
     alike = [
         index
         for index, config in enumerate(rows.configs)
         if _counts_bytes(config) and _in_16_bits(config) == rows.configs[base]
     ]
     ordered = sorted(alike, key=lambda index: -rows.configs[index].bits)
-    return Setting((rows.row(base, base), *(rows.row(index, base) for index in ordered)))
+    return Setting((rows.build(base, base), *(rows.build(index, base) for index in ordered)))
 
 
 def _counts_bytes(config: EvictionConfig) -> bool:
-    """Return whether a budget counts bytes, and its entries are of few bits."""
+    """Return whether the budget counts bytes, which entries of few bits fill."""
     return bool(config.precision.options.get("fill"))
 
 
@@ -214,15 +208,15 @@ def _in_16_bits(config: EvictionConfig) -> EvictionConfig:
     return dataclasses.replace(config, precision=Choice(FULL))
 
 
-def kept_whole(rows: Rows, compared: Sequence[Setting]) -> tuple[Row, ...]:
-    """Return what keeps everything in few bits, outside the settings: quantisation alone."""
-    there = {row.config for one in compared for row in one.rows}
+def quantised_alone(rows: RowBuilder, compared: Sequence[Setting]) -> tuple[Row, ...]:
+    """Return the rows outside the settings that keep everything in few bits: quantisation alone."""
+    shown = {row.config for one in compared for row in one.rows}
     indices = [
         index
         for index, config in enumerate(rows.configs)
-        if config.quantised and not _counts_bytes(config) and config not in there and not rows.evicts[index]
+        if config.quantised and not _counts_bytes(config) and config not in shown and not rows.evicts[index]
     ]
-    return tuple(rows.row(index) for index in sorted(indices, key=lambda index: -rows.configs[index].bits))
+    return tuple(rows.build(index) for index in sorted(indices, key=lambda index: -rows.configs[index].bits))
 
 
 @record
@@ -233,16 +227,14 @@ class EqualBytes(Result):
         step: decode step of perturbation and KL.
     """
 
-    SECTION = "bytes"
+    SECTION = "budget --bytes"
     SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
 
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
     everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")
     full_score: float | None = column("of the full cache's answers, 0 to 1; null without answers")
-    full_score_interval: Scalar = interval()
-    others: tuple[EvictionConfig, ...] = column(
-        "in few bits, but neither of a budget in bytes nor of everything", key="left_out"
-    )
+    full_score_interval: OptionalInterval = interval()
+    left_out: tuple[EvictionConfig, ...] = column("in few bits, but neither of a budget in bytes nor of everything")
     step: int
     identity: RunIdentity
 
@@ -262,7 +254,7 @@ class EqualBytes(Result):
     def title(self) -> str:
         """Return what is compared, and what the full cache scores."""
         full = self.full_score
-        scored = "" if full is None else f"; the full cache scores {_hundredfold(full, self.full_score_interval)}"
+        scored = "" if full is None else f"; the full cache scores {text.points(full, self.full_score_interval)}"
         return f"one budget of bytes, in entries of 16 bits or more entries of fewer bits{scored}"
 
     def lines(self) -> Sequence[Line]:
@@ -288,7 +280,7 @@ class EqualBytes(Result):
 
     def details(self) -> Sequence[Part]:
         """Return perturbation and scores of every row, the step, and what was left out."""
-        left = ", ".join(config.label() for config in self.others)
+        left = ", ".join(config.label() for config in self.left_out)
         return [
             columns.table("each by itself", self.lines(), ("bits", "perturbation", "score"), self.FIRST),
             f"Perturbation and KL are of step {self.step}, where an answer need not be lost; differences of scores are "
@@ -305,7 +297,7 @@ class EqualBytes(Result):
         """
         return [
             {
-                **columns_of(row.config),
+                **config_columns(row.config),
                 "bits": row.bits,
                 "kind": row.kind,
                 "held": row.cache_share,
@@ -338,7 +330,7 @@ class EqualBytes(Result):
             0: (f"whether answers from {bits} bits score higher is undecided", "undecided"),
         }
         names = short_names([row.config for row in rows])
-        gains = [(name, row.gain or 0.0, _hundredfold(row.gain or 0.0, row.gain_interval))
+        gains = [(name, row.gain or 0.0, text.points(row.gain or 0.0, row.gain_interval))
                  for name, row in zip(names, rows, strict=True)]  # fmt: skip
         verdicts = tally([interval_verdict(row.gain_interval, 0) for row in rows], words, "case")
         return f"{verdicts}, by {extremes(gains)} points of 100"
@@ -364,17 +356,17 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
         [16, 4, 2]
     """
     measured = Measurements(trace, ANALYSIS, step)
-    rows = Rows(measured)
-    compared = settings(rows)
-    everything = kept_whole(rows, compared)
+    rows = RowBuilder(measured)
+    compared = equal_byte_settings(rows)
+    everything = quantised_alone(rows, compared)
     configs = [row.config for one in compared for row in one.rows] + [row.config for row in everything]
     full = None if rows.scores is None else rows.scores.full
     return EqualBytes(
         settings=compared,
         everything=everything,
         full_score=None if full is None else float(full.mean()),
-        full_score_interval=None if full is None else intervals.of_mean(full, share_of(0)),
-        others=tuple(config for config in trace.run.configs if config not in configs),
+        full_score_interval=None if full is None else intervals.of_mean(full, share_kind(0)),
+        left_out=tuple(config for config in trace.run.configs if config not in configs),
         step=step,
         identity=identity(trace, configs, step),
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses import columns, measurements, pairing, text
-from perturbkv.analyses.budget.budget_axis import above_full, axis
+from perturbkv.analyses import columns, measurements, text
+from perturbkv.analyses.budget.budget_axis import above_full, named_axes
 from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
     FEW,
@@ -23,11 +23,11 @@ from perturbkv.analyses.budget.criteria import (
 )
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.measurements import Measurements, only_alike
-from perturbkv.analyses.pairing import Sides, checked, counted, sweeps
+from perturbkv.analyses.json_values import config_columns
+from perturbkv.analyses.measurements import Measurements, has_only_first_token
+from perturbkv.analyses.pairing import Sides, check_sides, plural
 from perturbkv.analyses.result import Result, Sequenced
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import sentence
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -52,7 +52,7 @@ _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 @record
 class CacheSize(Record):
-    """Caches of one length and batch, in the model's shape and the run's number type."""
+    """The size of caches of one length and batch, in the model's shape and the run's number type."""
 
     SECTION = "cache size"
 
@@ -79,7 +79,7 @@ class CacheSize(Record):
 
 
 def check_size(length: int | None, batch: int) -> None:
-    """Raise ConfigError for numbers that are none to count with, and for a batch of no length."""
+    """Raise ConfigError for a length or batch below 1, and for a batch without a length."""
     if length is None and batch != 1:
         msg = f"for_batch (--for-batch {batch}) has no effect without for_length (--for-length); give both"
         raise ConfigError(msg)
@@ -94,8 +94,8 @@ def check_size(length: int | None, batch: int) -> None:
 def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
     """Return the size of the trace's caches at another length and batch.
 
-    What an entry takes is what the evicted caches of the run took over what they held. Raises TraceError where the
-    trace lacks the caches' bytes.
+    Bytes of an entry are the bytes of the run's evicted caches over their entries. Raises TraceError where the trace
+    lacks the caches' bytes.
     """
     taken = measured["cache_bytes"] - measured["cache_padding_bytes"]
     tokens = measured["prompt_tokens"]
@@ -155,8 +155,8 @@ class SafeBudget(Record):
         """Bytes of the caches at the smallest budget that every limit allows, over those of the full caches."""
         if self.size is None:
             return ""
-        full = _gib(self.size.full)
-        return f"– / {full}" if self.evicted_bytes is None else f"{_gib(self.evicted_bytes)} /\n{full} GiB"
+        full = _format_gib(self.size.full)
+        return f"– / {full}" if self.evicted_bytes is None else f"{_format_gib(self.evicted_bytes)} /\n{full} GiB"
 
 
 @record
@@ -164,7 +164,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     """The smallest safe budget of every selection of a run; a sequence of them.
 
     Attributes:
-        alike: samples whose answer all caches begin alike and the full one ends there; 0 where no score is limited.
+        alike: samples whose full answer has no token but one that all caches share; 0 where no score is limited.
     """
 
     SECTION = "budget"
@@ -186,14 +186,14 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         limits = " and ".join(str(one.criterion) for one in self[0].verdicts)
         samples = self.identity.samples
         safe = [f"{one.name} {one.safe.config.budget}" for one in self if one.safe is not None]
-        missing = [_missing(one, samples) for one in self if one.safe is None]
+        missing = [_missing_clause(one, samples) for one in self if one.safe is None]
         shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
         return sentence(
-            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {counted(samples, 'sample')}): {shown}"
+            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {plural(samples, 'sample')}): {shown}"
         )
 
     def title(self) -> str:
-        """Return what the table shows, and of which caches the bytes are."""
+        """Return what the table shows, and the caches whose bytes are counted."""
         size = self.size
         caches = f"; caches of {size.length:,} entries × {size.batch:,} in {size.dtype}" if size else ""
         return f"smallest budget under each limit{caches}"
@@ -205,11 +205,11 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         ]
 
     def interval_note(self) -> str:
-        """Return n, and what bounds are."""
-        return f"n = {counted(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
+        """Return n, and the kind and level of the bounds."""
+        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
 
     def caveats(self) -> Sequence[str]:
-        """Return which answers cannot be lost, and that limits of steps do not hold for answers."""
+        """Return which answers cannot be lost, and that limits on steps say nothing about answers."""
         names = [one.criterion.name for one in self[0].verdicts]
         shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
         return [
@@ -222,7 +222,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         """Return the share of samples above the limit, bounds, the order of the tests, and what caches hold."""
         names = [one.criterion.name for one in self[0].verdicts]
         samples = self.identity.samples
-        few = f"{samples} samples without any loss leave room for {_room(samples):.3g} points"
+        few = f"{samples} samples without any loss leave room for {_lossless_bound(samples):.3g} points"
         kl = [Line(one.name, (limited,)) for one in self for limited in one.verdicts if limited.above]
         shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
         if self.size is not None:
@@ -231,7 +231,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
             *([columns.table("KL above the limit", kl, ("budget", "above"), self.FIRST)] if kl else []),
             _ORDER,
             *(_BOUNDS[name].format(few=few) for name in names),
-            *filter(None, [measurements.about_first_token(self.alike, samples)]),
+            *filter(None, [measurements.first_token_note(self.alike, samples)]),
             text.cache_share_note(shares),
         ]
 
@@ -242,7 +242,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
         """
         return [
-            {"name": one.name, **columns_of(at.config), "criterion": limited.limited, "limit": limited.limit,
+            {"name": one.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
              "held": at.cache_share, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
              "holds": int(at.holds)}
             for one in self.members for limited in one.verdicts for at in limited.budgets
@@ -250,37 +250,36 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
 
 def _assumption(result: SafeBudgets) -> str:
-    """Return what the level of KL's bound assumes; empty without a limit of KL."""
+    """Return the assumption of KL's bound; empty without a limit on KL."""
     return ", of KL if lognormal" if any(one.criterion.name == "kl" for one in result[0].verdicts) else ""
 
 
-def _missing(one: SafeBudget, samples: int) -> str:
+def _missing_clause(one: SafeBudget, samples: int) -> str:
     """Return why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
     failing = next(limited for state in (NONE, FEW) for limited in one.verdicts if limited.state == state)
     largest, criterion = failing.budgets[0], failing.criterion
     where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
     if failing.state == NONE:
-        return f"{one.name} has none: {where} {criterion.with_unit(largest.mean)}"
-    bound = "has no bound yet" if np.isinf(largest.bound) else f"may be {criterion.written(largest.bound)}"
-    return (
-        f"{one.name} is undecided: {where} {criterion.written(largest.mean)} and {bound}, {_enough(failing, samples)}"
-    )
+        return f"{one.name} has none: {where} {criterion.format_with_unit(largest.mean)}"
+    bound = "has no bound yet" if np.isinf(largest.bound) else f"may be {criterion.format(largest.bound)}"
+    more = _samples_clause(failing, samples)
+    return f"{one.name} is undecided: {where} {criterion.format(largest.mean)} and {bound}, {more}"
 
 
-def _enough(failing: Verdict, samples: int) -> str:
+def _samples_clause(failing: Verdict, samples: int) -> str:
     if failing.samples_for is not None:
         return f"{failing.samples_for:,} samples like these would do"
-    if samples < LEAST:
-        return f"as no bound is given of fewer than {LEAST} samples"
+    if samples < MIN_SAMPLES:
+        return f"as no bound is given of fewer than {MIN_SAMPLES} samples"
     return "more samples are needed, how many is unknown"
 
 
-def _gib(taken: float) -> str:
+def _format_gib(taken: float) -> str:
     return f"{taken / _GIB:.3g}".replace("-", "−")
 
 
-def _room(samples: int) -> float:
-    """Return the points that the bound leaves of so many samples of which none loses anything."""
+def _lossless_bound(samples: int) -> float:
+    """Return the drop in points that the bound allows for after so many samples without any loss."""
     return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
 
 
@@ -321,19 +320,14 @@ def safe_budget(
     """
     limits = criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
-    named = checked(trace, "", "" if sides is None else sides)
+    named = check_sides(trace, "", "" if sides is None else sides)
     measured = Measurements(trace, ANALYSIS, None)
-    run = measured.trace.run
-    curves = dict.fromkeys(tuple(indices) for side in ([None] if sides is None else named)
-                           for indices in sweeps(run, side))  # fmt: skip
-    axes = [axis(measured, indices) for indices in curves]
-    each = {limit: limit.each(measured) for limit in limits}
-    names = pairing.curve_names([one.configs[0] for one in axes])
+    curves = named_axes(measured, None if sides is None else named)
+    each = {limit: limit.sample_means(measured) for limit in limits}
     size = None if for_length is None else cache_size(measured, for_length, for_batch)
     members = tuple(
-        SafeBudget(name, tuple(verdict(limit, each[limit], curve) for limit in limits), size)
-        for name, curve in zip(names, axes, strict=True)
+        SafeBudget(name, tuple(verdict(limit, each[limit], curve) for limit in limits), size) for name, curve in curves
     )
-    configs = [config for curve in axes for config in curve.configs]
-    alike = 0 if max_drop is None else int(only_alike(measured.trace).sum())
+    configs = [config for _, curve in curves for config in curve.configs]
+    alike = 0 if max_drop is None else int(has_only_first_token(measured.trace).sum())
     return SafeBudgets(members, size, identity(measured.trace, configs), alike)

@@ -1,4 +1,4 @@
-"""Savings: how much budget one selection saves over another (paper, figure 1)."""
+"""Savings: the share of the budget that one selection saves over another (paper, figure 1)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from perturbkv.analyses.budget.budget_equivalence import (
     Loss,
     MeasuredSavings,
     Point,
-    losses,
+    measure_losses,
     measured_savings,
 )
 from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import SIDE, Sides, checked, short_names, side_names
+from perturbkv.analyses.pairing import SIDE, Sides, check_sides, short_names, side_names
 from perturbkv.analyses.result import Result, Several
 from perturbkv.analyses.text import Words, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
@@ -34,7 +34,7 @@ from perturbkv.trace import Trace
 ANALYSIS = "savings"
 _UNITS = {"budget": "budget", "held": "cache share"}
 _UNKNOWN = 2
-"""A verdict beside those of `interval_verdict`: the saving cannot be known."""
+"""A verdict beside those of `interval_verdict`: the saving is not known."""
 _METHOD = (
     "Both curves are made to fall (isotonic regression); the baseline's is joined by lines over log b. Brackets behind "
     "b*: the budgets at which the sides cannot be told apart, sample by sample."
@@ -47,7 +47,7 @@ _FLAT = (
 
 @record
 class PairSavings(Result):
-    """The savings of one curve over another."""
+    """The budget that one curve saves over another, by every measure."""
 
     SHOWN = ("caption", "cache_share", "level", "equivalent_budget", "saved")
 
@@ -63,12 +63,12 @@ class PairSavings(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return by each measure whether budget is saved, at how many budgets, and how much at least and at most."""
+        """Return by each measure whether budget is saved, in how many cases, and the least and the largest saving."""
         where = f"with {self.setting}, " if self.setting else ""
         clauses: dict[str, list[str]] = {}
         for one in self.measures:
-            clauses.setdefault(_clause(one, self.along), []).append(NAMES[one.measure])
-        parts = [f"by {_listed(names)} {clause}" for clause, names in clauses.items()]
+            clauses.setdefault(_measure_clause(one, self.along), []).append(NAMES[one.measure])
+        parts = [f"by {text.joined_names(names)} {clause}" for clause, names in clauses.items()]
         return sentence(f"{where}{'; '.join(parts)} ({sample_note(self.identity.samples)})")
 
     def title(self) -> str:
@@ -81,7 +81,7 @@ class PairSavings(Result):
         return _lines([self])
 
     def caveats(self) -> Sequence[str]:
-        """Return what is compared where it is not the budgets, and what a number without a budget means."""
+        """Return what the sides are compared by where it is not the budget, and what `?` and large shares mean."""
         flat = any(point.equivalent.flat for one in self.measures for point in one.points)
         return [
             *(["Compared by cache share: the sides keep other sets."] if self.along == "held" else []),
@@ -90,7 +90,7 @@ class PairSavings(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return how the budget is found, where curves do not fall, and what cache shares are."""
+        """Return both sides' values, how b* is found, where curves do not fall, and what cache shares are."""
         names = [one.measure for one in self.measures]
         flat = any(point.equivalent.flat for one in self.measures for point in one.points)
         scores = [f"The full cache scores {one.full:.3g}." for one in self.measures if one.measure == "score"]
@@ -102,7 +102,7 @@ class PairSavings(Result):
               if "kl" in names else []),
             *([_FLAT] if flat else []),
             *scores,
-            *(line for one in self.measures for line in _pooled(one)),
+            *(line for one in self.measures for line in _pooling_notes(one)),
             text.cache_share_note(level.cache_share for one in self.measures for level in (*one.baseline, *one.points)),
         ]  # fmt: skip
 
@@ -130,7 +130,7 @@ class PairSavings(Result):
 class Savings(Several[PairSavings]):
     """The savings of every treatment and setting: a sequence of `PairSavings`."""
 
-    SECTION = "savings"
+    SECTION = "budget --savings"
 
     members: tuple[PairSavings, ...] = column("one per treatment and setting", key="savings")
     identity: RunIdentity
@@ -152,26 +152,22 @@ def _lines(members: Sequence[PairSavings]) -> list[Line]:
     return [Line(name, (one, point)) for name, (one, point) in zip(names, rows, strict=True)]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _clause(one: MeasuredSavings, along: str) -> str:
+def _measure_clause(one: MeasuredSavings, along: str) -> str:
     baseline, treatment = side_names(one.baseline[0].config, one.points[0].config)
     verdicts = [_UNKNOWN if point.equivalent.flat else interval_verdict(point.saving_interval, 0)
                 for point in one.points]  # fmt: skip
     known = [point for point in one.points if point.equivalent.beyond not in ("flat", "both")]
-    names = [f"{_UNITS[along]} {_coordinate(point, along)}" for point in known]
+    names = [f"{_UNITS[along]} {_format_coordinate(point, along)}" for point in known]
     sizes = extremes(
         [(name, point.least_saving, point.saved.replace("\n", " ")) for name, point in zip(names, known, strict=True)]
     )
     sizes += f" at {names[0]}" if len(known) == 1 < len(verdicts) else ""
     if None in verdicts and known:
         return f"too few samples to decide whether {treatment} saves budget over {baseline}: {sizes}"
-    return tally(verdicts, _words(baseline, treatment), "case") + (f": {sizes}" if known else "")
+    return tally(verdicts, _verdict_words(baseline, treatment), "case") + (f": {sizes}" if known else "")
 
 
-def _words(baseline: str, treatment: str) -> Words:
+def _verdict_words(baseline: str, treatment: str) -> Words:
     return {
         1: (f"{treatment} saves budget over {baseline}", "saves"),
         -1: (f"{treatment} needs more budget than {baseline}", "needs more"),
@@ -180,11 +176,11 @@ def _words(baseline: str, treatment: str) -> Words:
     }
 
 
-def _coordinate(point: Point, along: str) -> str:
+def _format_coordinate(point: Point, along: str) -> str:
     return str(point.config.budget) if along == "budget" else text.cache_share(point.at)
 
 
-def _pooled(one: MeasuredSavings) -> Iterator[str]:
+def _pooling_notes(one: MeasuredSavings) -> Iterator[str]:
     names = side_names(one.baseline[0].config, one.points[0].config)
     for name, rising in zip(names, (one.rising, one.treatment_rising), strict=True):
         where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in rising)
@@ -223,9 +219,9 @@ def savings(
     >>> [str(point.config.budget) for point in result[0].measures[0].points]
     ['40', '48', '56', '60', '64']
     """
-    sides = checked(trace, baseline, treatments)
+    sides = check_sides(trace, baseline, treatments)
     measured = Measurements(trace, ANALYSIS, step)
-    lost = losses(measured, by)
+    lost = measure_losses(measured, by)
     pairs = [pair for treatment in sides for pair in paired_axes(measured, baseline, treatment)]
     settings = short_names([first.configs[0] for first, _ in pairs], "budget")
     members = tuple(
@@ -240,7 +236,7 @@ def _pair_savings(
     lost: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, run: RunIdentity
 ) -> PairSavings:
     along = "budget" if _comparable(baseline, treatment) else "held"
-    first, second = (_checked(side, along) for side in (baseline, treatment))
+    first, second = (_locate(side, along) for side in (baseline, treatment))
     return PairSavings(tuple(measured_savings(loss, first, second, along) for loss in lost), setting, along, step, run)
 
 
@@ -265,8 +261,11 @@ def check_budgets(configs: Sequence[EvictionConfig]) -> None:
         raise ConfigError(msg)
 
 
-def _checked(axis: Axis, along: str) -> Axis:
-    """Return the curve along its axis. Raises ConfigError as `check_budgets`, TraceError for unknown cache shares."""
+def _locate(axis: Axis, along: str) -> Axis:
+    """Return the curve with its coordinates, budgets or cache shares (`held`).
+
+    Raises ConfigError as `check_budgets`, TraceError where cache shares are unknown or do not grow with the budget.
+    """
     check_budgets(axis.configs)
     located = axis if along == "budget" else dataclasses.replace(axis, at=axis.cache_shares)
     if not (np.diff(located.at) > 0).all():  # NaN where the trace lacks cache shares
@@ -279,11 +278,11 @@ def _checked(axis: Axis, along: str) -> Axis:
 
 
 def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
-    baseline = columns_of(one.baseline[0].config)
+    baseline = config_columns(one.baseline[0].config)
     for point in one.points:
         yield {
             "measure": one.measure,
-            **columns_of(point.config),
+            **config_columns(point.config),
             **{f"baseline_{name}": value for name, value in baseline.items() if name in SIDE},
             "along": along,
             **_numbers(point),

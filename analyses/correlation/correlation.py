@@ -20,32 +20,32 @@ from perturbkv.analyses.correlation import correlation_tables
 from perturbkv.analyses.correlation.correlation_settings import (
     ANALYSIS,
     AcrossBudgets,
-    Pooled,
+    GradedTrace,
+    PooledPrompts,
     Setting,
     across_budgets,
-    marked,
-    pooled,
-    setting,
+    correlate_setting,
+    mark_significant_settings,
+    pool_prompts,
 )
-from perturbkv.analyses.correlation.correlation_settings import Part as GradedTrace
-from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE, Overall, estimate, points
+from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE, Overall, format_estimate, format_points
 from perturbkv.analyses.correlation.lost_answers import BINS, LOST, Rule, check_bins
 from perturbkv.analyses.correlation.method_identity import (
     NAMES,
-    Names,
-    beyond,
+    IdentityBaseline,
     contrasts,
-    joined,
-    of_prompts,
+    identity_baselines,
+    mark_significant,
+    mean_over_settings,
+    select_prompts,
     strengths,
-    with_significance,
 )
-from perturbkv.analyses.identity import RunIdentity, identity, together
-from perturbkv.analyses.json_values import columns_of, json_value
+from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
+from perturbkv.analyses.json_values import config_columns, json_value
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import LEAST_CONFIGS, counted, matches, ranked_together
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups, matches, plural
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST, Estimate
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Estimate
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.display import Part
 from perturbkv.errors import TraceError
@@ -56,61 +56,50 @@ _VERDICTS = {-1: f"{_WHO} score less", 1: f"{_WHO} score more"}
 _CHANCE = 0.5
 """Share of pairs by chance."""
 NOTHING = 0.1
-"""Of ρ, and of a share of pairs: an interval within it on both sides is as good as nothing."""
+"""A difference of ρ, or of a share of pairs, whose interval lies within this of 0 is as good as nothing."""
 _UNDECIDED = f"whether {_WHO} score less is undecided"
 
 
-def _conclusion(found: Correlation) -> str:
-    """Return the headline's ranks and lost answers, each beside the method identity baseline."""
-    samples, answered = (sum(getattr(part, name) for part in found.parts) for name in ("samples", "answered"))
-    if not answered:
-        return (
-            f"The full cache answers none of {counted(samples, 'prompt')} (score > {found.rule.right:g}): there is "
-            "nothing that eviction can lose."
-        )
-    every = found.overall[0]
-    return sentence("; ".join(filter(None, (_ranks(found, every), _areas(found, every), _beats(every)))))
-
-
-def _ranks(found: Correlation, every: Overall) -> str:
-    """Return on which side of 0 ρ lies, and how much of it is more than the names."""
+def _rank_clause(result: Correlation) -> str:
+    """Return on which side of 0 ρ lies, and how much of it is beyond the method identity baseline."""
+    every = result.overall[0]
     rho = every.strength(HEADLINE).rho
     if isnan(rho.value):
-        reasons = dict.fromkeys(filter(None, (one.no_ranks() for one in found.settings)))
+        reasons = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in result.settings)))
         why = " or ".join(reasons) or f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
         return f"whether methods that perturb more score less cannot be said: {why}"
     side = interval_verdict(rho.interval, 0) or 0
     verdict = _VERDICTS.get(side, _UNDECIDED)
-    names = every.named(HEADLINE).rho
-    more = _more(names, estimate(names.beyond, " "), side)
-    return f"{verdict}: ρ = {estimate(rho, ' ')} ({_over(found)}{_few(rho)}); {more}"
+    baseline = every.identity_baselines(HEADLINE).rho
+    more = _baseline_clause(baseline, format_estimate(baseline.beyond, " "), side)
+    return f"{verdict}: ρ = {format_estimate(rho, ' ')} ({_over_budgets(result)}{_prompts_note(rho)}); {more}"
 
 
-def _over(found: Correlation) -> str:
+def _over_budgets(result: Correlation) -> str:
     """Return '3 budgets, one at a time, ' where there are several."""
-    count = sum(one.strength(HEADLINE).rho.prompts > 0 for one in found.settings)
+    count = sum(one.strength(HEADLINE).rho.prompts > 0 for one in result.settings)
     return f"{count} budgets, one at a time, " if count > 1 else ""
 
 
-def _few(one: Estimate) -> str:
+def _prompts_note(one: Estimate) -> str:
     """Return 'n = 12 deciding prompts', and of fewer than five that they are too few."""
-    few = ", too few for an interval" if one.prompts < LEAST else ""
-    return f"n = {counted(one.prompts, 'deciding prompt')}{few}"
+    few = ", too few for an interval" if one.prompts < MIN_SAMPLES else ""
+    return f"n = {plural(one.prompts, 'deciding prompt')}{few}"
 
 
-def _more(names: Names, beyond: str, side: int) -> str:
-    """Return whether the prompts' own perturbation adds to the methods' names; `beyond` is how much, in words.
+def _baseline_clause(baseline: IdentityBaseline, beyond: str, side: int) -> str:
+    """Return whether a statistic is more than its method identity baseline; `beyond` is how much more, in words.
 
-    `side`: where the statistic was decided to lie, 0 where it was not.
+    `side`: on which side the statistic was decided to lie, 0 where it was not.
     """
-    if isnan(names.beyond.value):
+    if isnan(baseline.beyond.value):
         return "how much of it the methods' names alone tell cannot be said: no data set has two such prompts"
-    verdict = interval_verdict(names.beyond.interval, 0)
+    verdict = interval_verdict(baseline.beyond.interval, 0)
     if verdict is None:
         return f"less what the methods' names alone tell: {beyond}, of too few prompts to say whether that is more"
     if side and verdict:
         return f"that is {'more' if verdict == side else 'less'} than the methods' names tell (less these: {beyond})"
-    if _is_nothing(names.beyond):
+    if _is_nothing(baseline.beyond):
         return f"what is shown is no more than the methods' names tell (less these: {beyond})"
     if verdict:
         return f"less what the methods' names tell it is {beyond}"
@@ -118,31 +107,34 @@ def _more(names: Names, beyond: str, side: int) -> str:
 
 
 def _is_nothing(beyond: Estimate) -> bool:
-    """Return whether the whole interval lies so near to 0 that the names are as good as all."""
+    """Return whether the whole interval lies so near to 0 that the baseline explains all."""
     ends = beyond.interval
     return ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING
 
 
-def _areas(found: Correlation, every: Overall) -> str:
-    """Return how often a lost answer is the more perturbed one, and how much of that is more than the names."""
-    area, names = every.strength(HEADLINE).auc, every.named(HEADLINE).auc
+def _area_clause(result: Correlation) -> str:
+    """Return how often a lost answer is the more perturbed one, and how much of that is beyond the baseline."""
+    every = result.overall[0]
+    area, baseline = every.strength(HEADLINE).auc, every.identity_baselines(HEADLINE).auc
     if isnan(area.value):
-        return " or ".join(dict.fromkeys(one.no_areas() for one in found.settings))
+        return " or ".join(dict.fromkeys(one.no_areas_reason() for one in result.settings))
     share, side = text.percent(area.value, area.interval), interval_verdict(area.interval, _CHANCE) or 0
-    area_clause = f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_few(area)})"
-    return f"{area_clause}; {_more(names, f'{points(names.beyond)} points', side)}"
+    clause = (
+        f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_prompts_note(area)})"
+    )
+    return f"{clause}; {_baseline_clause(baseline, f'{format_points(baseline.beyond)} points', side)}"
 
 
-def _beats(every: Overall) -> str:
+def _contrast_clause(every: Overall) -> str:
     """Return, where decided, that the measure correlates more, or less, than the attention given up: it knows values.
 
-    Only beyond the methods' names: between names alone, a lower ρ says nothing of values.
+    Empty where ρ is not decided beyond the method identity baseline: then a lower ρ says nothing of values.
     """
     one = every.contrast(HEADLINE, AGAINST)
     verdict = interval_verdict(one.rho.interval, 0)
-    if not verdict or interval_verdict(every.named(HEADLINE).rho.beyond.interval, 0) != -1:
+    if not verdict or interval_verdict(every.identity_baselines(HEADLINE).rho.beyond.interval, 0) != -1:
         return ""
-    difference = f"ρ differs by {estimate(one.rho, ' ')}, {_few(one.rho)}"
+    difference = f"ρ differs by {format_estimate(one.rho, ' ')}, {_prompts_note(one.rho)}"
     more = "more" if verdict < 0 else "less"
     return f"{NAMES[HEADLINE]} tells {more} than the attention given up ({NAMES[AGAINST]}): {difference}"
 
@@ -182,18 +174,25 @@ class Correlation(Result):
     prompts: tuple[tuple[int, str], ...]
 
     def conclusion(self) -> str:
-        """Return whether more perturbed configurations score less, or lose answers, by more than names alone."""
-        return _conclusion(self)
+        """Return the headline's ranks and lost answers, each beside the method identity baseline."""
+        samples, answered = (sum(getattr(part, name) for part in self.parts) for name in ("samples", "answered"))
+        if not answered:
+            return (
+                f"The full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g}): there is "
+                "nothing that eviction can lose."
+            )
+        clauses = _rank_clause(self), _area_clause(self), _contrast_clause(self.overall[0])
+        return sentence("; ".join(filter(None, clauses)))
 
     def title(self) -> str:
         """Return the budget, or that each prompt counts with its mean over all."""
         if len(self.settings) == 1:
-            return correlation_tables.about(self.settings[0])
+            return correlation_tables.describe_setting(self.settings[0])
         return "all budgets, one at a time: each prompt's mean over them"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per measure that is not circular."""
-        return correlation_tables.measures(self.overall[0])
+        return correlation_tables.measure_lines(self.overall[0])
 
     def caveats(self) -> Sequence[str]:
         """Return which budgets have no ranks and why, and what limits the others."""
@@ -201,10 +200,10 @@ class Correlation(Result):
         few = f"No ranks of fewer than {LEAST_CONFIGS} methods: b={', '.join(self.too_few)}."
         alike, answered = (sum(getattr(part, name) for part in self.parts) for name in ("alike", "answered"))
         return [
-            *correlation_tables.silences(self.settings),
+            *correlation_tables.undecided_notes(self.settings),
             *([few] if self.too_few else []),
             *measurements.first_token_caveat(alike, answered),
-            *correlation_tables.few_methods(deciding),
+            *correlation_tables.few_methods_note(deciding),
         ]
 
     def details(self) -> Sequence[Part]:
@@ -212,13 +211,13 @@ class Correlation(Result):
         deciding = [one for one in self.settings if one.decides]
         alike, answered = (sum(getattr(part, name) for part in self.parts) for name in ("alike", "answered"))
         return [
-            self._answered(),
-            *(correlation_tables.lowest(self.overall[0]) if deciding else []),
-            *map(correlation_tables.about, self.settings),
+            self._answered_note(),
+            *(correlation_tables.lowest_rho_notes(self.overall[0]) if deciding else []),
+            *map(correlation_tables.describe_setting, self.settings),
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
             *([_TESTS] if deciding else []),
             text.CACHE_SHARE_NOTE,
-            *filter(None, [measurements.about_first_token(alike, answered)]),
+            *filter(None, [measurements.first_token_note(alike, answered)]),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -228,7 +227,7 @@ class Correlation(Result):
         """
         return [
             {
-                **columns_of(config),
+                **config_columns(config),
                 "setting": one.name,
                 "dataset": self.parts[part].dataset,
                 "sample": sample,
@@ -242,10 +241,10 @@ class Correlation(Result):
             for number, config in enumerate(one.configs)
         ]
 
-    def _answered(self) -> str:
+    def _answered_note(self) -> str:
         """Return 'The full cache answers 12 of 16 prompts of needle (score > 0, median 1); lost: …'."""
         each = ", ".join(
-            f"{part.answered} of {counted(part.samples, 'prompt')} of {part.dataset}"
+            f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
             + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
             for part in self.parts
         )
@@ -279,11 +278,15 @@ def correlation(
         ['isolated', 'propagated']
     """
     rule, bins = Rule(right, lost), check_bins(bins)
-    chosen = [_of_methods(trace, only) for trace in as_traces(traces)]
-    prompts = pooled(chosen, rule)
-    groups = ranked_together(prompts.configs)
-    settings = marked(
-        [setting(prompts, name, group, rule, bins) for name, group in groups.items() if len(group) >= LEAST_CONFIGS]
+    chosen = [_select_methods(trace, only) for trace in as_traces(traces)]
+    prompts = pool_prompts(chosen, rule)
+    groups = comparable_groups(prompts.configs)
+    settings = mark_significant_settings(
+        [
+            correlate_setting(prompts, name, group, rule, bins)
+            for name, group in groups.items()
+            if len(group) >= LEAST_CONFIGS
+        ]
     )
     if not settings:
         got = ", ".join(f"{len(group)} of b={name}" for name, group in groups.items())
@@ -301,8 +304,8 @@ def correlation(
     )
 
 
-def _of_methods(trace: Trace, only: Sequence[str]) -> Trace:
-    """Return the part of a trace that some methods measured. Raises TraceError for a method that it does not hold."""
+def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
+    """Return the part of a trace that holds some methods. Raises TraceError for a method that it does not hold."""
     if not only:
         return trace
     for name in only:
@@ -314,25 +317,25 @@ def _of_methods(trace: Trace, only: Sequence[str]) -> Trace:
     return dataclasses.replace(part, source=trace.source, digest=trace.digest)
 
 
-def _overall(found: Pooled, settings: Sequence[Setting]) -> tuple[Overall, ...]:
+def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overall, ...]:
     """Return all prompts' correlations, and each data set's where there are several."""
-    datasets = list(dict.fromkeys(part.dataset for part in found.parts))
-    names = np.array([found.parts[part].dataset for part in found.part], dtype=str)
+    datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
+    names = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)
     rows = {"": np.ones(len(names), dtype=bool)}
     if len(datasets) > 1:
         rows |= {name: names == name for name in datasets}
-    return tuple(_of_prompts(found, settings, name, places) for name, places in rows.items())
+    return tuple(_overall_of(prompts, settings, name, chosen) for name, chosen in rows.items())
 
 
-def _of_prompts(found: Pooled, settings: Sequence[Setting], dataset: str, rows: NDArray[np.bool_]) -> Overall:
-    """Return some prompts' means over the settings; only all prompts together are marked as significant."""
-    each = of_prompts({name: joined([one.within[name] for one in settings]) for name in NAMES}, rows)
-    tables = [{name: table.of(rows) for name, table in one.tables.items()} for one in settings]
-    names, own = beyond(tables, found.alike[np.ix_(rows, rows)]), strengths(each)
-    return Overall(dataset, own, contrasts(each), names if dataset else with_significance([names], [own])[0])
+def _overall_of(prompts: PooledPrompts, settings: Sequence[Setting], dataset: str, rows: NDArray[np.bool_]) -> Overall:
+    """Return the correlations of some prompts over all settings; `significant` is set only for all prompts together."""
+    each = select_prompts({name: mean_over_settings([one.within[name] for one in settings]) for name in NAMES}, rows)
+    tables = [{name: table.select(rows) for name, table in one.tables.items()} for one in settings]
+    names, own = identity_baselines(tables, prompts.same_dataset[np.ix_(rows, rows)]), strengths(each)
+    return Overall(dataset, own, contrasts(each), names if dataset else mark_significant([names], [own])[0])
 
 
 def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:
     """Return the first trace's identity, with the data sets, digests and samples of all."""
     configs = [config for one in settings for config in one.configs]
-    return together([identity(trace, configs) for trace in traces])
+    return joint_identity([identity(trace, configs) for trace in traces])

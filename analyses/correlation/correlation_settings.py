@@ -6,10 +6,8 @@ Only prompts that the full cache answers count.
 σ > 0.5 under every configuration that is ranked there; others, those with an infinite θ̂ among them, are left out of
 all configurations' sums, and a prompt without such a head has no θ̂.
 
-Across the budgets of one method: a smaller cache perturbs more and answers worse for many reasons.
-
-Shown apart, beside the budget's own correlation: where perturbation correlates no more than that, it tells nothing that
-the budget did not.
+The correlation across the budgets of one method is shown separately, beside that of the budget itself: a smaller cache
+perturbs more and answers worse for many reasons, and a measure that correlates no more than the budget adds nothing.
 """
 
 from __future__ import annotations
@@ -23,28 +21,28 @@ from numpy.typing import NDArray
 from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.correlation import lost_answers
-from perturbkv.analyses.correlation.lost_answers import Bin, Rule, curve
+from perturbkv.analyses.correlation.lost_answers import Bin, Rule, calibration_curve
 from perturbkv.analyses.correlation.method_identity import (
     NAMES,
-    Beyond,
     Contrast,
+    CrossPromptTables,
+    IdentityBaselines,
+    PromptStatistics,
     Strength,
-    Tables,
-    Within,
-    beyond,
+    apply_to_measured,
     contrasts,
-    known,
+    correlate_within_prompts,
+    cross_prompt_tables,
+    identity_baselines,
+    mark_significant,
     strengths,
-    tables,
-    with_significance,
-    within,
 )
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, only_alike, scores
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, scores
 from perturbkv.analyses.multi_trace import check_together
 from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, mean_of, over_prompts
-from perturbkv.analyses.stats.permutation import Chance, chances
+from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, estimate_mean, mean_where_known
+from perturbkv.analyses.stats.permutation import PermutationNull, score_permutation_nulls
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -54,10 +52,8 @@ ANALYSIS = "correlation"
 
 
 @record
-class Part(Record):
-    """One trace."""
-
-    SECTION = "graded trace"
+class GradedTrace(Record):
+    """A trace of graded answers."""
 
     dataset: str = column("the data set")
     trace: str = column("path")
@@ -71,22 +67,22 @@ class Part(Record):
 
 
 @dataclass(frozen=True)
-class Pooled:
-    """The prompts that the full cache answers, those of one trace behind those of another.
+class PooledPrompts:
+    """The prompts that the full cache answers, those of all traces one after the other.
 
     Attributes:
         parts: the traces.
-        part: (prompt,) which of them a prompt is of.
+        part: (prompt,) index of the trace that a prompt is of.
         names: (prompt,) sample ids.
-        run: the first trace's; its configurations are those of the axis `config`.
+        run: the first trace's; its configurations are the axis `config`.
         cache_shares: (config,) entries of each cache over those of the full cache; NaN where a trace lacks them.
         kept: (prompt, config) share of a prompt's entries that is kept.
-        measured: measure -> (prompt, config), as `first_step_measures` says.
+        measured: measure -> (prompt, config), as `first_step_measures` defines them.
         theta_hat, sigma: (prompt, config, layer, head); `norm` (prompt, layer, head), of the full run's outputs.
         full: (prompt,) scores in [0, 1]; `evicted` (prompt, config).
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[GradedTrace, ...]
     part: NDArray[np.int64]
     names: tuple[str, ...]
     run: RunConfig
@@ -100,49 +96,52 @@ class Pooled:
     evicted: Floats
 
     @property
-    def alike(self) -> NDArray[np.bool_]:
+    def same_dataset(self) -> NDArray[np.bool_]:
         """(prompt, prompt) True where two are of one data set."""
         datasets = np.array([self.parts[part].dataset for part in self.part], dtype=str)
         return np.asarray(datasets[:, None] == datasets)
 
     @property
     def configs(self) -> tuple[EvictionConfig, ...]:
-        """Those that all traces measured."""
+        """The configurations, which all traces have measured."""
         return self.run.configs
 
-    def bound(self, places: Sequence[int]) -> tuple[Floats, float]:
-        """(prompt, place) θ̂ over ‖o_h‖ of the heads with σ > 0.5 in all of these configurations, and their share."""
-        counted = np.asarray((self.sigma[:, places] > EVIDENCE).all(axis=1))
-        top = np.where(counted[:, None], self.theta_hat[:, places], 0).sum(axis=(2, 3))
-        found = ratio(top, np.where(counted, self.norm, 0).sum(axis=(1, 2))[:, None])
-        return np.asarray(found), float(ratio(counted.sum(), counted.size))
+    def relative_theta_hat(self, indices: Sequence[int]) -> tuple[Floats, float]:
+        """Return (prompt, config) Σ θ̂ over Σ ‖o_h‖ of the counted heads, and their share of all heads.
+
+        A head counts where σ > 0.5 in all of the configurations at these indices.
+        """
+        counted = np.asarray((self.sigma[:, indices] > EVIDENCE).all(axis=1))
+        top = np.where(counted[:, None], self.theta_hat[:, indices], 0).sum(axis=(2, 3))
+        relative = ratio(top, np.where(counted, self.norm, 0).sum(axis=(1, 2))[:, None])
+        return np.asarray(relative), float(ratio(counted.sum(), counted.size))
 
 
-def pooled(traces: Sequence[Trace], rule: Rule) -> Pooled:
-    """Return the answered prompts of all traces. Raises TraceError where one is not graded, or they do not fit."""
+def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
+    """Pool the answered prompts of all traces. Raises TraceError where one is not graded, or they do not match."""
     check_together(traces, ANALYSIS)
     run = traces[0].run
     whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
-    each = [_answered(one, run.configs, rule) for one in whole]
-    joined = {name: np.concatenate([one[name] for _, one, _ in each]) for name in each[0][1]}
+    each = [_answered_part(one, run.configs, rule) for one in whole]
+    arrays = {name: np.concatenate([own[name] for _, own, _ in each]) for name in each[0][1]}
     shares = np.stack([one.cache_shares[_order(one.trace, run.configs)] for one in whole])
     parts = tuple(part for part, _, _ in each)
-    measured = {name: joined.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
-    return Pooled(
+    measured = {name: arrays.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
+    return PooledPrompts(
         parts=parts,
         part=np.repeat(np.arange(len(parts)), [part.answered for part in parts]),
         names=tuple(name for _, _, names in each for name in names),
         run=run,
         cache_shares=np.asarray(np.average(shares, axis=0, weights=[part.samples for part in parts])),
         measured=measured,
-        **joined,
+        **arrays,
     )
 
 
-def _answered(
+def _answered_part(
     own: Measurements, configs: Sequence[EvictionConfig], rule: Rule
-) -> tuple[Part, dict[str, Floats], list[str]]:
-    """Return the arrays of the prompts that the full cache answers, configurations in the given order."""
+) -> tuple[GradedTrace, dict[str, Floats], list[str]]:
+    """Return a trace's part of the pool: its summary, the arrays of its answered prompts, and their sample ids."""
     trace = own.trace
     graded, order = scores(trace, ANALYSIS), _order(trace, configs)
     answered = graded.full > rule.right
@@ -155,12 +154,12 @@ def _answered(
         "sigma": own["sigma_stage1"],
         "evicted": graded.evicted,
     }
-    found = {name: array[answered][:, order] for name, array in by_config.items()}
-    found |= {"norm": own["output_norm"][answered], "full": graded.full[answered]}
+    arrays = {name: array[answered][:, order] for name, array in by_config.items()}
+    arrays |= {"norm": own["output_norm"][answered], "full": graded.full[answered]}
     counts = (len(answered), int(answered.sum()))
-    alike = int(only_alike(trace)[answered].sum())
-    part = Part(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
-    return part, found, [name for name, right in zip(ids, answered, strict=True) if right]
+    alike = int(has_only_first_token(trace)[answered].sum())
+    part = GradedTrace(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
+    return part, arrays, [name for name, right in zip(ids, answered, strict=True) if right]
 
 
 def _order(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
@@ -169,27 +168,44 @@ def _order(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
 
 @record
 class Control(Record):
-    """Other causes of one measure's correlation, beside the methods' names."""
+    """Controls of one measure's correlation, beside the method identity baseline."""
 
     SECTION = "control"
 
     measure: str = column("the measure")
-    rho: Chance = column("ρ of scores permuted within each prompt: any difference of methods sets real ones apart")
-    auc: Chance = column("the same of the area less 0.5")
+    rho: PermutationNull = column(
+        "ρ of scores permuted within each prompt: any difference of methods sets real ones apart"
+    )
+    auc: PermutationNull = column("the same of the area less 0.5")
     between: Estimate = column(
         "the area over answers of different prompts, which hard prompts confound; n: its scarcer side"
     )
 
 
+class ByMeasure:
+    """Statistics of several measures, which are looked up by the measure's name."""
+
+    strengths: tuple[Strength, ...]
+    names: tuple[IdentityBaselines, ...]
+
+    def strength(self, measure: str) -> Strength:
+        """Return a measure's strength."""
+        return next(one for one in self.strengths if one.measure == measure)
+
+    def identity_baselines(self, measure: str) -> IdentityBaselines:
+        """Return a measure's method identity baselines."""
+        return next(one for one in self.names if one.measure == measure)
+
+
 @record
-class Setting(Record):
-    """Configurations that are ranked together.
+class Setting(ByMeasure, Record):
+    """Configurations of one budget, granularity and protection, which are ranked against each other.
 
     Attributes:
         measured: measure -> (prompt, config).
         full, evicted: (prompt,) and (prompt, config) scores; `lost` where an answer is lost.
-        within: measure -> ranks and areas of each prompt.
-        tables: measure -> ranks and areas of every prompt's measure with every prompt's answers.
+        within: measure -> its statistics in each prompt.
+        tables: measure -> its statistics with every prompt's measure and every prompt's answers.
     """
 
     SECTION = "correlation setting"
@@ -202,11 +218,11 @@ class Setting(Record):
     evicted: Floats
     lost: NDArray[np.bool_]
     evidence: float = column("share of (prompt, head) with σ > 0.5 in every configuration: θ̂ is of these")
-    within: dict[str, Within]
+    within: dict[str, PromptStatistics]
     strengths: tuple[Strength, ...] = column("one per measure, those that are circular last")
     contrasts: tuple[Contrast, ...] = column("every two measures that are not circular, on the same prompts")
-    tables: dict[str, Tables]
-    names: tuple[Beyond, ...] = column("method identity baseline, one per measure")
+    tables: dict[str, CrossPromptTables]
+    names: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure")
     controls: tuple[Control, ...] = column("other causes, one per measure")
     curves: dict[str, tuple[Bin, ...]] = column("measure → bins, least perturbed first")
 
@@ -225,31 +241,23 @@ class Setting(Record):
         """The least and the largest cache share."""
         return float(self.cache_shares.min()), float(self.cache_shares.max())
 
-    def strength(self, measure: str) -> Strength:
-        """Return a measure's strength."""
-        return next(one for one in self.strengths if one.measure == measure)
-
-    def named(self, measure: str) -> Beyond:
-        """Return a measure's method identity baseline."""
-        return next(one for one in self.names if one.measure == measure)
-
     def control(self, measure: str) -> Control:
         """Return a measure's controls."""
         return next(one for one in self.controls if one.measure == measure)
 
     @property
     def decides(self) -> bool:
-        """Whether any prompt has ranks, or a lost answer beside a kept one."""
+        """True where any prompt has ranks, or a lost answer beside a kept one."""
         return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
 
-    @derived()
-    def silence(self) -> str:
+    @derived(key="silence")
+    def undecided_reason(self) -> str:
         """Why there are no ranks, or no lost answers beside kept ones; empty where there are."""
         if not len(self.full):
             return "the full cache answers no prompt"
-        return "; ".join(filter(None, (self.no_areas(), self.no_ranks())))
+        return "; ".join(filter(None, (self.no_areas_reason(), self.no_ranks_reason())))
 
-    def no_areas(self) -> str:
+    def no_areas_reason(self) -> str:
         """Return why no prompt has a lost answer beside a kept one; empty where one has."""
         if not self.lost.any():
             return "no answer is lost"
@@ -257,7 +265,7 @@ class Setting(Record):
             return "every answer is lost"
         return "" if any(one.auc.prompts for one in self.strengths) else "no prompt has lost and kept answers"
 
-    def no_ranks(self) -> str:
+    def no_ranks_reason(self) -> str:
         """Return why no prompt has ranks; empty where one has."""
         if any(one.rho.prompts for one in self.strengths):
             return ""
@@ -265,21 +273,21 @@ class Setting(Record):
         return f"no two methods of a prompt {'perturb' if differ else 'score'} differently"
 
 
-def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: int) -> Setting:
-    """Return the correlations between some configurations."""
-    bound, evidence = found.bound(places)
-    measured = {**{one: array[:, places] for one, array in found.measured.items()}, "theta_hat": bound}
-    measured = {one: measured[one] for one in NAMES}
-    scored = found.evicted[:, places]
-    lost, drop = rule.lost_of(found.full, scored), found.full[:, None] - scored
-    each = {one: within(array, scored, lost) for one, array in measured.items()}
-    crossed = tables(measured, scored, lost)
+def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int], rule: Rule, bins: int) -> Setting:
+    """Correlate every measure with the score between the configurations at some indices."""
+    theta_hat, evidence = prompts.relative_theta_hat(indices)
+    measured = {**{measure: array[:, indices] for measure, array in prompts.measured.items()}, "theta_hat": theta_hat}
+    measured = {measure: measured[measure] for measure in NAMES}
+    scored = prompts.evicted[:, indices]
+    lost, drop = rule.lost_of(prompts.full, scored), prompts.full[:, None] - scored
+    each = {measure: correlate_within_prompts(array, scored, lost) for measure, array in measured.items()}
+    crossed = cross_prompt_tables(measured, scored, lost)
     return Setting(
         name=name,
-        configs=tuple(found.configs[place] for place in places),
-        cache_shares=found.cache_shares[list(places)],
+        configs=tuple(prompts.configs[index] for index in indices),
+        cache_shares=prompts.cache_shares[list(indices)],
         measured=measured,
-        full=found.full,
+        full=prompts.full,
         evicted=scored,
         lost=lost,
         evidence=evidence,
@@ -287,59 +295,62 @@ def setting(found: Pooled, name: str, places: Sequence[int], rule: Rule, bins: i
         strengths=strengths(each),
         contrasts=contrasts(each),
         tables=crossed,
-        names=beyond([crossed], found.alike),
+        names=identity_baselines([crossed], prompts.same_dataset),
         controls=_controls(measured, scored, lost),
-        curves={one: curve(array, lost, drop, bins) for one, array in measured.items()},
+        curves={measure: calibration_curve(array, lost, drop, bins) for measure, array in measured.items()},
     )
 
 
-def marked(settings: Sequence[Setting]) -> tuple[Setting, ...]:
-    """Return the settings with what is significant of all their tests together."""
-    names = with_significance([one.names for one in settings], [one.strengths for one in settings])
-    return tuple(replace(one, names=marks) for one, marks in zip(settings, names, strict=True))
+def mark_significant_settings(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """Return the settings with `significant` set, the tests of all settings corrected together."""
+    marked = mark_significant([one.names for one in settings], [one.strengths for one in settings])
+    return tuple(replace(one, names=names) for one, names in zip(settings, marked, strict=True))
 
 
 def _controls(measured: dict[str, Floats], scored: Floats, lost: NDArray[np.bool_]) -> tuple[Control, ...]:
-    dealt = chances(np.stack([_rho_weights(array, scored) for array in measured.values()]), _centred(scored))
-    areas = chances(np.stack([_area_weights(array, lost) for array in measured.values()]), lost.astype(np.float64))
-    found = []
-    for place, (name, array) in enumerate(measured.items()):
+    rho_weights = np.stack([_rho_weights(array, scored) for array in measured.values()])
+    area_weights = np.stack([_area_weights(array, lost) for array in measured.values()])
+    rho = score_permutation_nulls(rho_weights, _centred(scored))
+    areas = score_permutation_nulls(area_weights, lost.astype(np.float64))
+    controls = []
+    for index, (name, array) in enumerate(measured.items()):
         rows = ~np.isnan(array).any(axis=1)
-        found.append(Control(name, dealt[place], areas[place], lost_answers.between(array[rows], lost[rows])))
-    return tuple(found)
+        between = lost_answers.area_between_prompts(array[rows], lost[rows])
+        controls.append(Control(name, rho[index], areas[index], between))
+    return tuple(controls)
 
 
 def _centred(values: Floats) -> Floats:
-    """(prompt, config) ranks within each prompt, less their mean."""
+    """Return (prompt, config) ranks within each prompt, less their mean."""
     ranks = mean_ranks(values.T).T
     return np.asarray(ranks - ranks.mean(axis=1, keepdims=True))
 
 
 def _rho_weights(measured: Floats, scored: Floats) -> Floats:
-    """(prompt, config) whose sum with the scores' centred ranks is Spearman's ρ; NaN where the prompt has none."""
+    """Return (prompt, config) weights of the scores' centred ranks that sum to Spearman's ρ; NaN without a ρ."""
     ranks, others = _centred(measured), _centred(scored)
     size = np.sqrt((ranks**2).sum(axis=1) * (others**2).sum(axis=1))
-    return _without(measured, np.asarray(ratio(ranks, size[:, None])))
+    return _mask_unmeasured(measured, np.asarray(ratio(ranks, size[:, None])))
 
 
 def _area_weights(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """(prompt, config) whose sum over the lost answers is the area less 0.5; NaN where the prompt has none."""
+    """Return (prompt, config) weights of the lost answers that sum to the area less 0.5; NaN where there is none."""
     pairs = lost.sum(axis=1) * (~lost).sum(axis=1)
-    return _without(measured, np.asarray(ratio(_centred(measured), pairs[:, None])))
+    return _mask_unmeasured(measured, np.asarray(ratio(_centred(measured), pairs[:, None])))
 
 
-def _without(measured: Floats, weights: Floats) -> Floats:
-    """The weights, NaN where a prompt lacks the measure."""
+def _mask_unmeasured(measured: Floats, weights: Floats) -> Floats:
+    """Return the weights, NaN where a prompt lacks the measure."""
     return np.where(np.isnan(measured).any(axis=1, keepdims=True), np.nan, weights)
 
 
 EVICTED = "evicted"
-"""What the budget itself is called among the measures: the share of the prompt's entries that go."""
+"""Name of the budget itself among the measures: the share of the prompt's entries that are evicted."""
 
 
 @record
 class AcrossBudgets(Record):
-    """ρ between a measure and the score over the budgets of one method, mean over methods, then over prompts."""
+    """The correlation of a measure with the score over the budgets of one method, mean over methods, then prompts."""
 
     SECTION = "correlation across budgets"
 
@@ -347,23 +358,25 @@ class AcrossBudgets(Record):
     rho: Estimate = column("Spearman's ρ with the score over the budgets of one method, mean over methods")
 
 
-def across_budgets(found: Pooled) -> tuple[AcrossBudgets, ...]:
+def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
     """Return one per measure, the budget itself first; nothing where no method has three budgets."""
-    ranked = [places for places in sweeps(found.run, None) if len(places) >= LEAST_CONFIGS]
-    if not ranked:
+    curves = [indices for indices in sweeps(prompts.run, None) if len(indices) >= LEAST_CONFIGS]
+    if not curves:
         return ()
     return tuple(
-        AcrossBudgets(name, over_prompts(mean_of([_rho(found, name, places) for places in ranked]), CORRELATION))
+        AcrossBudgets(
+            name, estimate_mean(mean_where_known([_rho(prompts, name, indices) for indices in curves]), CORRELATION)
+        )
         for name in (EVICTED, *NAMES)
     )
 
 
-def _rho(found: Pooled, measure: str, places: list[int]) -> Floats:
-    measured = _measured(found, measure, places)
-    return known(measured, lambda held, rows: spearman(held.T, found.evicted[rows][:, places].T))
-
-
-def _measured(found: Pooled, measure: str, places: list[int]) -> Floats:
+def _rho(prompts: PooledPrompts, measure: str, indices: list[int]) -> Floats:
+    """Return (prompt,) Spearman's ρ of a measure, or of the budget, with the score over some configurations."""
     if measure == EVICTED:
-        return 1 - found.kept[:, places]
-    return found.bound(places)[0] if measure == "theta_hat" else found.measured[measure][:, places]
+        measured = 1 - prompts.kept[:, indices]
+    elif measure == "theta_hat":
+        measured, _ = prompts.relative_theta_hat(indices)
+    else:
+        measured = prompts.measured[measure][:, indices]
+    return apply_to_measured(measured, lambda known, rows: spearman(known.T, prompts.evicted[rows][:, indices].T))

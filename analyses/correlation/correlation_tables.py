@@ -1,4 +1,4 @@
-"""Tables of score correlations: the measures together, each budget's, controls, contrasts and calibration curves."""
+"""Tables of score correlations: all budgets together, each budget, controls, contrasts and calibration curves."""
 
 from __future__ import annotations
 
@@ -7,59 +7,58 @@ from math import factorial, isnan
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, record
-from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, Control, Setting
+from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, ByMeasure, Control, Setting
 from perturbkv.analyses.correlation.lost_answers import Bin
-from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES, Beyond, Contrast, Names, Strength
+from perturbkv.analyses.correlation.method_identity import (
+    MEASURES,
+    NAMES,
+    Contrast,
+    IdentityBaseline,
+    IdentityBaselines,
+    Strength,
+)
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.pairing import folded
+from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import Estimate, Interval
-from perturbkv.analyses.stats.permutation import Chance
+from perturbkv.analyses.stats.permutation import PermutationNull
 from perturbkv.display import Part, Table
 
 HEADLINE = "propagated"
 """The measure of conclusions and of curves on the screen, chosen beforehand."""
 AGAINST = "lost"
-"""What every other measure is compared with: the attention that was given up ignores values."""
+"""The measure that every other one is compared with: the attention that was given up, which ignores values."""
 SHOWN = ("rho", "rho_beyond", "rho_prompts", "auc", "auc_beyond", "auc_prompts")
 _FEW_METHODS = 5
 _EQUAL = 1e-9
 """Means that differ by less were added in another order."""
 
 
-def estimate(one: Estimate, apart: str = "\n") -> str:
+def format_estimate(one: Estimate, apart: str = "\n") -> str:
     """Return the value with its interval, on a line of its own."""
-    return text.decimal(one.value, one.interval, apart=apart)
+    return text.decimal(one.value, one.interval, separator=apart)
 
 
-def points(one: Estimate, apart: str = " ") -> str:
+def format_points(one: Estimate, apart: str = " ") -> str:
     """Return a difference of shares with its interval, in points of 100."""
     ends = one.interval and Interval(100 * one.interval.low, 100 * one.interval.high, one.interval.kind)
-    return text.decimal(100 * one.value, ends, digits=0, apart=apart)
+    return text.decimal(100 * one.value, ends, digits=0, separator=apart)
 
 
-def share(one: Estimate) -> str:
+def format_share(one: Estimate) -> str:
     """Return a share in percent with its interval."""
     return text.percent(one.value, one.interval, "\n")
 
 
 @record
-class Overall(Record):
-    """Each prompt's mean over settings, in every one of which its configurations were compared."""
+class Overall(ByMeasure, Record):
+    """The correlations of all settings together: each prompt counts with its mean over them."""
 
     SECTION = "overall correlation"
 
     dataset: str = column("whose prompts; empty: all")
     strengths: tuple[Strength, ...] = column("one per measure")
     contrasts: tuple[Contrast, ...] = column("every two measures that are not circular, on the same prompts")
-    names: tuple[Beyond, ...] = column("method identity baseline, one per measure")
-
-    def strength(self, measure: str) -> Strength:
-        """Return a measure's strength."""
-        return next(one for one in self.strengths if one.measure == measure)
-
-    def named(self, measure: str) -> Beyond:
-        """Return a measure's method identity baseline."""
-        return next(one for one in self.names if one.measure == measure)
+    names: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure")
 
     def contrast(self, first: str, second: str) -> Contrast:
         """Return the contrast of two measures."""
@@ -67,13 +66,13 @@ class Overall(Record):
 
 
 @record
-class ShownMeasure(Record):
+class MeasureRow(Record):
     """One line of the table of measures."""
 
     rho: Estimate = column(
         "Spearman's ρ of measure and score over the methods of one prompt, mean over prompts; below 0 the more "
         "perturbed score less",
-        heading="#ρ", text=estimate,
+        heading="#ρ", text=format_estimate,
     )  # fmt: skip
     rho_beyond: str = column(
         "less the ρ of other prompts' measures, which share the methods' names; *: significant",
@@ -83,7 +82,7 @@ class ShownMeasure(Record):
     auc: Estimate = column(
         "share of pairs of a lost and a kept answer of one prompt whose lost one is more perturbed, ties half; 50 % by "
         "chance",
-        heading="#lost above\nkept", text=share,
+        heading="#lost above\nkept", text=format_share,
     )  # fmt: skip
     auc_beyond: str = column(
         "points of 100 less those of other prompts' measures; *: significant", heading="#points,\nless names"
@@ -91,71 +90,73 @@ class ShownMeasure(Record):
     auc_prompts: int = column("prompts with lost and kept answers", heading="#n")
 
 
-def shown(measure: str, of: Overall | Setting) -> ShownMeasure:
-    """Return a measure's line."""
-    strength, names = of.strength(measure), of.named(measure)
-    return ShownMeasure(
+def measure_row(measure: str, of: Overall | Setting) -> MeasureRow:
+    """Return the line of one measure."""
+    strength, names = of.strength(measure), of.identity_baselines(measure)
+    return MeasureRow(
         rho=strength.rho,
-        rho_beyond=_starred(estimate(names.rho.beyond), names.rho),
+        rho_beyond=_mark_significant(format_estimate(names.rho.beyond), names.rho),
         rho_prompts=strength.rho.prompts,
         auc=strength.auc,
-        auc_beyond=_starred(points(names.auc.beyond, "\n"), names.auc),
+        auc_beyond=_mark_significant(format_points(names.auc.beyond, "\n"), names.auc),
         auc_prompts=strength.auc.prompts,
     )
 
 
-def measures(of: Overall | Setting) -> list[Line]:
+def measure_lines(of: Overall | Setting) -> list[Line]:
     """Return a line per measure that is not circular."""
-    return [Line(NAMES[one.measure], (shown(one.measure, of),)) for one in of.strengths if one.measure in MEASURES]
+    return [
+        Line(NAMES[one.measure], (measure_row(one.measure, of),)) for one in of.strengths if one.measure in MEASURES
+    ]
 
 
-def budgets(settings: Sequence[Setting]) -> Table:
-    """Return the headline's table by budget."""
-    lines = [Line(f"b={one.name}", (shown(HEADLINE, one),)) for one in settings]
+def budget_table(settings: Sequence[Setting]) -> Table:
+    """Return the table of the headline measure by budget."""
+    lines = [Line(f"b={one.name}", (measure_row(HEADLINE, one),)) for one in settings]
     return columns.table(f"{NAMES[HEADLINE]}, by budget", lines, SHOWN, "budget")
 
 
-def about(one: Setting) -> str:
+def describe_setting(one: Setting) -> str:
     """Return 'b=0.4: 3 methods, cache share 1.20; 37 of 48 lost'."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     return f"b={one.name}: {len(one.configs)} methods, cache share {shares}; {one.lost_count} of {one.answers} lost"
 
 
-def lowest(every: Overall) -> list[str]:
-    """Return the measures of the lowest ρ, with all that tie, and the headline's ρ less that of 1 − S."""
+def lowest_rho_notes(every: Overall) -> list[str]:
+    """Return which measures have the lowest ρ, ties included, and the headline's ρ less that of 1 − S."""
     known = [one for one in every.strengths if one.measure in MEASURES and one.rho.prompts]
     if not known:
         return []
     least = min(one.rho.value for one in known)
     tied = [one for one in known if one.rho.value - least < _EQUAL]
-    names = " and ".join(filter(None, (", ".join(NAMES[one.measure] for one in tied[:-1]), NAMES[tied[-1].measure])))
+    names = text.joined_names([NAMES[one.measure] for one in tied])
     contrast = every.contrast(HEADLINE, AGAINST).rho
-    first = f"lowest ρ, by looking: {names}{' alike' * (len(tied) > 1)}, {estimate(tied[0].rho, ' ')}"
-    against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[AGAINST]}: {estimate(contrast, ' ')}"
+    first = f"lowest ρ, by looking: {names}{' alike' * (len(tied) > 1)}, {format_estimate(tied[0].rho, ' ')}"
+    against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[AGAINST]}: {format_estimate(contrast, ' ')}"
     return [first, *([against] if contrast.prompts else [])]
 
 
-def few_methods(settings: Sequence[Setting]) -> list[str]:
-    """Return that few methods have few orders, in which measures easily agree."""
+def few_methods_note(settings: Sequence[Setting]) -> list[str]:
+    """Return the caveat that few methods have few orders, in which measures easily agree."""
     fewest = min((len(one.configs) for one in settings), default=_FEW_METHODS)
     if fewest >= _FEW_METHODS:
         return []
     return [f"{fewest} methods have only {factorial(fewest)} orders, in which measures easily agree."]
 
 
-def silences(settings: Sequence[Setting]) -> list[str]:
+def undecided_notes(settings: Sequence[Setting]) -> list[str]:
     """Return why some settings have no ranks or no areas, each reason with its settings."""
     reasons: dict[str, list[str]] = {}
     for one in settings:
-        if one.silence:
-            reasons.setdefault(one.silence, []).append(f"b={one.name}")
+        if one.undecided_reason:
+            reasons.setdefault(one.undecided_reason, []).append(f"b={one.name}")
     return [f"{', '.join(names)}: {silence}." for silence, names in reasons.items()]
 
 
-def _starred(value: str, names: Names) -> str:
+def _mark_significant(value: str, names: IdentityBaseline) -> str:
     """Return a value with a star behind it where it is significant."""
-    first, apart, ends = value.partition("\n")
-    return f"{first}{'*' * names.significant}{apart}{ends}"
+    first, newline, ends = value.partition("\n")
+    return f"{first}{'*' * names.significant}{newline}{ends}"
 
 
 _STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#p", "#n")
@@ -172,102 +173,108 @@ _ACROSS = ("measure", "#ρ over the budgets\nof one method", "#n")
 def further_tables(
     settings: Sequence[Setting], overall: Sequence[Overall], across: Sequence[AcrossBudgets]
 ) -> list[Part]:
-    """Return data sets, every budget's measures, controls, contrasts and curves; nothing where no setting decides."""
+    """Return the tables of data sets, budgets, controls, contrasts and curves; nothing where no setting decides."""
     deciding = [one for one in settings if one.decides]
     if not deciding:
         return []
     return [
-        *([budgets(deciding)] if len(deciding) > 1 else []),
-        *(columns.table(f"{one.dataset}, all budgets", measures(one), SHOWN, "measure") for one in overall[1:]),
-        *(part for one in deciding for part in _of_setting(one)),
-        _contrasts(overall[0], deciding),
-        _circular(deciding),
-        _curves(deciding),
-        *_across(across),
+        *([budget_table(deciding)] if len(deciding) > 1 else []),
+        *(columns.table(f"{one.dataset}, all budgets", measure_lines(one), SHOWN, "measure") for one in overall[1:]),
+        *(part for one in deciding for part in _setting_tables(one)),
+        _contrast_table(overall[0], deciding),
+        _circular_table(deciding),
+        _curve_table(deciding),
+        *_across_tables(across),
     ]
 
 
-def _of_setting(one: Setting) -> list[Part]:
+def _setting_tables(one: Setting) -> list[Part]:
     evidence = text.percent(one.evidence)
     return [
-        Table(f"b={one.name}", _STRENGTH, [_strength(one.strength(name), one.named(name)) for name in MEASURES]),
+        Table(
+            f"b={one.name}",
+            _STRENGTH,
+            [_strength_row(one.strength(name), one.identity_baselines(name)) for name in MEASURES],
+        ),
         f"b={one.name}: θ̂ is of the {evidence} of (prompt, head) with σ > 0.5 in all methods",
         Table(
             f"b={one.name}: controls",
             _CONTROL,
-            [_control(one.control(name), one.named(name)) for name in MEASURES],
+            [_control_row(one.control(name), one.identity_baselines(name)) for name in MEASURES],
         ),
     ]
 
 
-def _strength(one: Strength, names: Beyond) -> list[str]:
-    ranks = [estimate(one.rho), estimate(one.tau), _p(names.rho), str(one.rho.prompts)]
-    return [NAMES[one.measure], *ranks, share(one.auc), _p(names.auc), str(one.auc.prompts)]
+def _strength_row(one: Strength, names: IdentityBaselines) -> list[str]:
+    ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(names.rho), str(one.rho.prompts)]
+    return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(names.auc), str(one.auc.prompts)]
 
 
-def _p(names: Names) -> str:
+def _format_p(names: IdentityBaseline) -> str:
     """Return '0.012', a star behind it where it is significant beside all others."""
     p = names.exchanged.p
     return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * names.significant
 
 
-def _control(one: Control, names: Beyond) -> list[str]:
-    others, between = map(share, (names.auc.others, one.between))
-    return [NAMES[one.measure], _ends(one.rho), estimate(names.rho.others), others, between]
+def _control_row(one: Control, names: IdentityBaselines) -> list[str]:
+    others, between = map(format_share, (names.auc.others, one.between))
+    return [NAMES[one.measure], _format_null(one.rho), format_estimate(names.rho.others), others, between]
 
 
-def _ends(one: Chance) -> str:
+def _format_null(one: PermutationNull) -> str:
     return "–" if isnan(one.low) else f"{text.decimal(one.low)} … {text.decimal(one.high)}"
 
 
-def _contrasts(overall: Overall, settings: Sequence[Setting]) -> Table:
-    """Return each measure against 1 − S, per setting and in all."""
+def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:
+    """Return the table of each measure against 1 − S, per setting and over all."""
     named = [(f"b={one.name}", one.contrasts) for one in settings]
     every = [("all", overall.contrasts)] if len(named) > 1 else []
-    rows = [row for name, contrasts in [*named, *every] for row in _under(name, map(_contrast, _against(contrasts)))]
+    rows = [
+        row
+        for name, contrasts in [*named, *every]
+        for row in _with_first_name(name, [_contrast_row(one) for one in contrasts if one.second == AGAINST])
+    ]
     return Table(f"measures on the same prompts, each against {MEASURES[AGAINST]}", _CONTRAST, rows)
 
 
-def _against(contrasts: Sequence[Contrast]) -> list[Contrast]:
-    return [one for one in contrasts if one.second == AGAINST]
+def _contrast_row(one: Contrast) -> list[str]:
+    rho, auc = map(format_estimate, (one.rho, one.auc))
+    return [NAMES[one.first], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
 
-def _contrast(one: Contrast) -> list[str]:
-    return [NAMES[one.first], estimate(one.rho), str(one.rho.prompts), estimate(one.auc), str(one.auc.prompts)]
-
-
-def _circular(settings: Sequence[Setting]) -> Table:
+def _circular_table(settings: Sequence[Setting]) -> Table:
     rows = [
         row
         for one in settings
-        for row in _under(f"b={one.name}", (_circular_row(one.strength(name)) for name in CIRCULAR_MEASURES))
+        for row in _with_first_name(f"b={one.name}", (_circular_row(one.strength(name)) for name in CIRCULAR_MEASURES))
     ]
     return Table("circular: of the answer's second token these nearly are the score", _CIRCULAR, rows)
 
 
 def _circular_row(one: Strength) -> list[str]:
-    return [NAMES[one.measure], estimate(one.rho), str(one.rho.prompts), share(one.auc), str(one.auc.prompts)]
+    rho, auc = format_estimate(one.rho), format_share(one.auc)
+    return [NAMES[one.measure], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
 
-def _curves(settings: Sequence[Setting]) -> Table:
-    rows = [row for one in settings for row in _under(f"b={one.name}", map(_bin, one.curves[HEADLINE]))]
+def _curve_table(settings: Sequence[Setting]) -> Table:
+    rows = [row for one in settings for row in _with_first_name(f"b={one.name}", map(_bin_row, one.curves[HEADLINE]))]
     return Table(f"how often an answer is lost, by {NAMES[HEADLINE]} over the outputs' norm", _CURVE, rows)
 
 
-def _bin(one: Bin) -> list[str]:
+def _bin_row(one: Bin) -> list[str]:
     drop = Estimate(one.drop, one.drop_interval, one.prompts)
     lost = text.percent(one.lost, one.lost_interval)
-    return [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts), lost, points(drop)]
+    return [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts), lost, format_points(drop)]
 
 
-def _across(across: Sequence[AcrossBudgets]) -> list[Table]:
+def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
     if not any(one.rho.prompts for one in across):
         return []
     names = {EVICTED: "the budget itself", **NAMES}
-    rows = [[names[one.measure], estimate(one.rho, " "), str(one.rho.prompts)] for one in across]
+    rows = [[names[one.measure], format_estimate(one.rho, " "), str(one.rho.prompts)] for one in across]
     return [Table("across budgets, for many reasons: no evidence", _ACROSS, rows)]
 
 
-def _under(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
-    """Return rows with a name before the first of them."""
-    return [[folded(name) if index == 0 else "", *row] for index, row in enumerate(rows)]
+def _with_first_name(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
+    """Return rows with one more column, which names the first of them."""
+    return [[fold(name) if index == 0 else "", *row] for index, row in enumerate(rows)]

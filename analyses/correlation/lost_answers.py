@@ -1,11 +1,10 @@
 """Lost answers by perturbation: areas under the ROC curve, ties at one half, and calibration curves.
 
-Of a lost and a kept answer it is the share of pairs in which the lost one is more perturbed. Within a prompt both are
-answers to the same question; between prompts a long or hard prompt perturbs more and loses more for many reasons.
+The area is the share of pairs of a lost and a kept answer in which the lost one is more perturbed. Within a prompt both
+are answers to the same question; between prompts a long or hard prompt perturbs more and loses more for many reasons.
 
-How often an answer is lost, and how much of its score goes, at how much perturbation: a curve in quantile bins.
-
-Nothing is fitted. The bins hold answers of all prompts, so that a curve also shows what tells prompts apart; each bin's
+A calibration curve shows, in quantile bins of perturbation, how often an answer is lost and how much of its score.
+Nothing is fitted. The bins hold answers of all prompts, so the curve also shows differences between prompts; each bin's
 interval is over the prompts in it, whose answers are not independent.
 """
 
@@ -18,20 +17,20 @@ from perturbkv.analyses.columns import Record, column, interval, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import LEAST, Estimate, Kind, Scalar, share_of
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Estimate, OptionalInterval, StatisticKind, share_kind
 from perturbkv.analyses.stats.rank_correlation import mean_ranks
 from perturbkv.errors import ConfigError
 
 LOST = 0.5
 _ROUNDING = 1e-9
 """Scores that differ by less than this share of themselves are equal."""
-AREA = share_of(0)
-"""What an area under the curve is a mean of: one share of pairs per prompt."""
+AREA = share_kind(0)
+"""A mean over prompts of each one's share of pairs."""
 
 
 @record
 class Rule(Record):
-    """The prompts that count, and the answers that are lost. Raises ConfigError for values out of range."""
+    """The rule for which prompts count and which answers are lost. Raises ConfigError for values out of range."""
 
     right: float = column("a prompt counts where the full cache's score is above this, in [0, 1)", default=0.0)
     lost: float = column(
@@ -47,21 +46,21 @@ class Rule(Record):
             raise ConfigError(msg)
 
     def lost_of(self, full: Floats, evicted: Floats) -> NDArray[np.bool_]:
-        """Return (prompt, config) True where an answer is lost, of (prompt,) and (prompt, config) scores."""
+        """Return (prompt, config) True where an answer is lost; `full` (prompt,), `evicted` (prompt, config) scores."""
         return np.asarray(evicted < (self.lost * full * (1 - _ROUNDING))[:, None])
 
 
-def within(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt,) the area within each prompt, of (prompt, config) arrays; NaN where all answers fared alike."""
+def area_within_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
+    """Return (prompt,) areas, from (prompt, config) arrays; NaN where all answers of the prompt are lost, or none."""
     count = lost.sum(axis=1)
     ranks = np.where(lost, mean_ranks(measured.T).T, 0).sum(axis=1)
     return np.asarray(ratio(ranks - count * (count + 1) / 2, count * (lost.shape[1] - count)))
 
 
-def between(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
+def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
     """Return the area over pairs of answers to different prompts, with the jackknife's interval over prompts.
 
-    It is as unsure as the scarcer side: the prompts with lost answers, or those with kept ones, are those that decide.
+    The scarcer side decides how wide that is: the prompts with lost answers, or those with kept ones.
     """
     wins, pairs = _between_pairs(measured, lost)
 
@@ -72,27 +71,27 @@ def between(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
     sides = [ratio(wins.sum(axis=axis), pairs.sum(axis=axis)) for axis in (0, 1)]
     each = min((side[~np.isnan(side)] for side in sides), key=len)
     value = float(ratio(wins.sum(), pairs.sum()))
-    if len(each) < LEAST:
+    if len(each) < MIN_SAMPLES:
         return Estimate(value, intervals.of_mean(each, AREA), len(each))
-    return Estimate(value, intervals.scalar(area, len(measured), AREA, len(each)), len(each))
+    return Estimate(value, intervals.of_statistic(area, len(measured), AREA, len(each)), len(each))
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Return (prompt of the lost, prompt of the kept) pairs whose lost answer is more perturbed, and all pairs."""
     prompts = len(measured)
     wins, pairs = np.zeros((prompts, prompts)), np.zeros((prompts, prompts))
-    for one in range(prompts):
-        own = measured[one][lost[one], None, None]
+    for index in range(prompts):
+        own = measured[index][lost[index], None, None]
         higher = ((own > measured) + 0.5 * (own == measured)) * ~lost
-        wins[one], pairs[one] = higher.sum(axis=(0, 2)), lost[one].sum() * (~lost).sum(axis=1)
+        wins[index], pairs[index] = higher.sum(axis=(0, 2)), lost[index].sum() * (~lost).sum(axis=1)
     np.fill_diagonal(wins, 0)
     np.fill_diagonal(pairs, 0)
     return wins, pairs
 
 
 BINS = 5
-_DROP = Kind(3 / 8, limits=(-1, 1))
-"""A mean of what answers lose of a score from 0 to 1."""
+_DROP = StatisticKind(3 / 8, limits=(-1, 1))
+"""A mean of drops of a score from 0 to 1."""
 
 
 @record
@@ -107,9 +106,9 @@ class Bin(Record):
     answers: int = column("how many answers")
     prompts: int = column("of how many prompts")
     lost: float = column("share of the answers that are lost")
-    lost_interval: Scalar = interval("over prompts")
+    lost_interval: OptionalInterval = interval("over prompts")
     drop: float = column("mean loss of the score, −1 to 1")
-    drop_interval: Scalar = interval("over prompts")
+    drop_interval: OptionalInterval = interval("over prompts")
 
 
 def check_bins(bins: int) -> int:
@@ -120,10 +119,10 @@ def check_bins(bins: int) -> int:
     return bins
 
 
-def curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = BINS) -> tuple[Bin, ...]:
-    """Return bins of (prompt, config) arrays, least perturbed first; equal perturbations stay in one bin.
+def calibration_curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = BINS) -> tuple[Bin, ...]:
+    """Return the calibration curve of (prompt, config) arrays in quantile bins, least perturbed first.
 
-    Prompts without a measure (NaN) are left out.
+    Equal perturbations stay in one bin; prompts without a measure (NaN) are left out.
     """
     known = measured[~np.isnan(measured)]
     if not len(known):
@@ -135,7 +134,7 @@ def curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = B
 
 def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
     perturbed = measured[inside]
-    lost_share, lost_interval = _mean(lost, inside, share_of(0))
+    lost_share, lost_interval = _mean(lost, inside, share_kind(0))
     mean_drop, drop_interval = _mean(drop, inside, _DROP)
     return Bin(
         low=float(perturbed.min()),
@@ -150,11 +149,15 @@ def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArra
     )
 
 
-def _mean(values: NDArray[np.generic], inside: NDArray[np.bool_], kind: Kind) -> tuple[float, Scalar]:
-    """Return the mean of the answers in a bin, a ratio of sums over prompts, with its interval."""
-    there = inside.any(axis=1)
-    top = np.where(inside, values, 0)[there].sum(axis=1, dtype=np.float64)
-    count = inside[there].sum(axis=1)
-    sure = float(count.sum() ** 2 / (count**2).sum())  # as many prompts of equally many answers
-    ends = intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, sure)
+def _mean(
+    values: NDArray[np.generic], inside: NDArray[np.bool_], kind: StatisticKind
+) -> tuple[float, OptionalInterval]:
+    """Return the mean of (prompt, config) values in a bin, a ratio of sums over prompts, with its interval."""
+    prompts = inside.any(axis=1)
+    top = np.where(inside, values, 0)[prompts].sum(axis=1, dtype=np.float64)
+    count = inside[prompts].sum(axis=1)
+    effective = float(count.sum() ** 2 / (count**2).sum())  # as many prompts of equally many answers
+    ends = intervals.of_statistic(
+        lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, effective
+    )
     return float(top.sum() / count.sum()), ends

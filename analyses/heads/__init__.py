@@ -1,1 +1,1 @@
-"""The question `heads`: which heads does a selection help, and by how much (figure 2 of the paper)."""
+"""The question `heads`: heads that a selection perturbs less, and by how much (paper, figure 2)."""

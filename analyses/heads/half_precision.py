@@ -1,7 +1,6 @@
-"""Whether verdicts survive rounding: heads decided in half precision, against the same heads in float32.
+"""Agreement of heads' verdicts in half precision with those in float32, of the same prompts measured twice.
 
-One prompt measured twice gives two verdicts for every head. Where the first token that is decoded differs, the two runs
-decode different texts, and the sample is no comparison: it is counted and left out.
+Where the first decoded token differs, the two runs decode different texts: such samples are counted and left out.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, record
-from perturbkv.analyses.heads.head_comparison import perturbed
+from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import Pair, pairs
-from perturbkv.analyses.stats.intervals import Scalar, of_mean, share_of
-from perturbkv.analyses.verdicts import DISTANCES, distance_of, verdicts
+from perturbkv.analyses.stats.intervals import OptionalInterval, of_mean, share_kind
+from perturbkv.analyses.verdicts import DISTANCES, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -22,14 +21,14 @@ from perturbkv.trace import Trace
 ANALYSIS = "ties"
 KINDS = ("isolated", "propagated")
 ALONE_FLOORS = 3
-"""A rule of comparison, by each value alone: a tie is where both lie under so many floors."""
+"""Noise floors under which both values tie by the other rule, which looks at each value alone."""
 
 Verdicts = NDArray[np.int8]
 
 
 @record
 class Agreement(Record):
-    """What becomes of the heads that one rule decides in the rounded trace, of all samples."""
+    """Verdicts in float32 of the heads that one rule decides in the rounded trace, over all samples."""
 
     SECTION = "verdicts kept"
 
@@ -46,7 +45,7 @@ class Agreement(Record):
 
 @record
 class Ties(Record):
-    """One measure of two configurations, over the samples of two traces."""
+    """Agreement for one measure of two configurations, over the samples of two traces."""
 
     kind: str = column("isolated or propagated")
     distance: str = column("l1, l2 or cosine")
@@ -57,21 +56,24 @@ class Ties(Record):
     heads: int = column("heads of all compared samples")
     by_difference: Agreement = column("by METHOD's rule: a tie is a difference of at most two noise floors")
     alone: Agreement = column("by each value alone: a tie is where both lie under three noise floors")
-    share_interval: Scalar = column("of the share by METHOD's rule, over samples")
+    share_interval: OptionalInterval = column("of the share by METHOD's rule, over samples")
 
 
 def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tuple[Ties, ...]:
-    """Compare each measure that both traces hold, for every pair of configurations that the two sides make.
+    """Compare verdicts of every pair of configurations in two traces, for each measure that both hold.
 
     Raises TraceError where the traces are not of the same prompts and configurations, or no sample can be compared.
     """
-    _check_alike(exact, rounded)
+    _check_equal_runs(exact, rounded)
     same = _first_tokens(exact) == _first_tokens(rounded)
     if not same.any():
         msg = f"expected samples of {rounded.source} that decode the token of {exact.source} first, got none"
         raise TraceError(msg)
     measures = [
-        (kind, distance) for kind in KINDS for distance in DISTANCES if _holds((exact, rounded), kind, distance)
+        (kind, distance)
+        for kind in KINDS
+        for distance in DISTANCES
+        if all(f"perturbation_{kind}{DISTANCES[distance].suffix}" in trace.arrays for trace in (exact, rounded))
     ]
     traces = Measurements(exact, ANALYSIS), Measurements(rounded, ANALYSIS)
     return tuple(
@@ -81,11 +83,7 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
     )
 
 
-def _holds(traces: tuple[Trace, Trace], kind: str, distance: str) -> bool:
-    return all(f"perturbation_{kind}{distance_of(distance).suffix}" in trace.arrays for trace in traces)
-
-
-def _check_alike(exact: Trace, rounded: Trace) -> None:
+def _check_equal_runs(exact: Trace, rounded: Trace) -> None:
     first, second = (list(np.array(trace.sample_ids)[trace.ok]) for trace in (exact, rounded))
     if first != second or exact.run.configs != rounded.run.configs:
         msg = f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
@@ -99,10 +97,10 @@ def _first_tokens(trace: Trace) -> NDArray[np.int64]:
 def _compare(
     exact: Measurements, rounded: Measurements, same: NDArray[np.bool_], kind: str, distance: str, pair: Pair
 ) -> Ties:
-    expected, _ = (rule[same] for rule in _both_rules(exact, kind, distance, pair))
-    by_difference, alone = (rule[same] for rule in _both_rules(rounded, kind, distance, pair))
-    each = zip(expected, by_difference, strict=True)
-    shares = np.array([_agreement(own, decided).share for own, decided in each])
+    expected, _ = (verdict[same] for verdict in _verdicts_by_rule(exact, kind, distance, pair))
+    by_difference, alone = (verdict[same] for verdict in _verdicts_by_rule(rounded, kind, distance, pair))
+    samples = zip(expected, by_difference, strict=True)
+    shares = np.array([_agreement(reference, decided).share for reference, decided in samples])
     return Ties(
         kind=kind,
         distance=distance,
@@ -113,14 +111,14 @@ def _compare(
         heads=expected.size,
         by_difference=_agreement(expected, by_difference),
         alone=_agreement(expected, alone),
-        share_interval=of_mean(shares, share_of(expected[0].size)),
+        share_interval=of_mean(shares, share_kind(expected[0].size)),
     )
 
 
-def _both_rules(measured: Measurements, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
-    """Return (sample, layer, head) verdicts of step 0: by the difference, ties by identity; and by each value alone."""
+def _verdicts_by_rule(measured: Measurements, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
+    """Return (sample, layer, head) verdicts of step 0 by both rules: by the difference, and by each value alone."""
     sides = measured.index(pair[0]), measured.index(pair[1])
-    both, floor = perturbed(measured, kind, distance, sides)
+    both, floor = compared_perturbation(measured, kind, distance, sides)
     sign = np.sign(both[0] - both[1]).astype(np.int8)
     alone = np.where(np.maximum(*both) < ALONE_FLOORS * floor, np.int8(0), sign)
     return verdicts(*both, floor, distance), alone

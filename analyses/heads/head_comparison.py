@@ -1,7 +1,4 @@
-"""Which heads does a selection help? Perturbation per head, baseline against treatment (paper, figure 2).
-
-One kind of perturbation, isolated or propagated, of two configurations, head by head.
-"""
+"""Perturbation of two configurations head by head, isolated and propagated (paper, figure 2)."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, prefill_seconds
-from perturbkv.analyses.pairing import OfPair
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
+from perturbkv.analyses.pairing import PairRecord
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
-from perturbkv.analyses.stats.intervals import RATIO, Scalar, share_of
+from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
@@ -27,12 +24,12 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
 HEADS = ("layer", "head")
-"""Axes of what is measured per query head."""
+"""Axes of arrays per query head."""
 
 
 @record
 class HeadKind(Record):
-    """One kind of perturbation, isolated or propagated, head by head.
+    """A baseline against a treatment in one kind of perturbation, isolated or propagated, head by head.
 
     Attributes:
         name: isolated, propagated, or empty.
@@ -51,15 +48,15 @@ class HeadKind(Record):
     better_share: float = column(
         "mean over samples of each sample's share of better heads", unit="share", heading="#heads\nbetter"
     )
-    better_share_interval: Scalar = interval()
+    better_share_interval: OptionalInterval = interval()
     unflagged_better_share: float = column("the same of the heads with σ > 0.5; NaN where there is none", unit="share")
     sum_ratio: float = column(
         "treatment over baseline, summed over heads and samples; NaN where the baseline's sum is 0",
         heading="#sum over\nbaseline's",
     )
-    sum_ratio_interval: Scalar = interval()
+    sum_ratio_interval: OptionalInterval = interval()
     median_ratio: float = column("the median head's treatment over baseline", heading="#median\nhead's")
-    median_ratio_interval: Scalar = interval()
+    median_ratio_interval: OptionalInterval = interval()
     half_share: float = column(
         "share of the heads that carries half of the baseline's sum",
         unit="share",
@@ -78,7 +75,7 @@ class HeadKind(Record):
     @derived()
     def sign_flips(self) -> SignFlips:
         """Heads that are better or worse beyond chance; above 0: better."""
-        return permutation.decide(self.differences)
+        return permutation.sign_flip_tests(self.differences)
 
     @derived()
     def improved(self) -> int:
@@ -102,12 +99,12 @@ class HeadKind(Record):
 
     @derived(key="treatment_mean")
     def treatment_overall(self) -> float:
-        """The same of the treatment."""
+        """Mean over heads and samples of the treatment."""
         return float(self.treatment_mean.mean())
 
     def case(self, name: str = "") -> Case:
-        """Return the sum's ratio as a case of a comparison; it is tied where every head is."""
-        return Case(name, self.sum_ratio, self.sum_ratio_interval, self.tied == self.verdict.size)
+        """Return the sum's ratio as a case of a comparison, tied where every head ties in every sample."""
+        return Case(name, self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
 
     def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
         """Yield a row per layer and head: labels, both sides' means over samples, their noise floor, the verdict."""
@@ -124,7 +121,7 @@ def compare_kind(
     distance: str = "l1",
     name: str = "",
 ) -> HeadKind:
-    """Compare (sample, layer, head) perturbations; what is equal in both is a tie, and so is noise.
+    """Compare (sample, layer, head) perturbations of two configurations; differences within noise are ties.
 
     Args:
         baseline: (sample, layer, head), as all but `flagged`.
@@ -137,12 +134,12 @@ def compare_kind(
     """
     samples = len(baseline)
     means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
-    each = verdicts(baseline, treatment, floor, distance)
-    better = (each == 1).reshape(samples, -1)
+    by_sample = verdicts(baseline, treatment, floor, distance)
+    better = (by_sample == 1).reshape(samples, -1)
     relative = floor_over_norm(floor, norm)
-    share, total = better_share(each), sum_ratio(baseline, treatment)
+    share, total = better_share(by_sample), sum_ratio(baseline, treatment)
 
-    def middle(weights: Floats) -> Floats:
+    def weighted_median(weights: Floats) -> Floats:
         first, second = (weights @ part.reshape(samples, -1) for part in (baseline, treatment))
         return np.asarray(quantiles(ratio(second, first), (0.5,), axis=1)[0])
 
@@ -158,39 +155,39 @@ def compare_kind(
         sum_ratio=total[0],
         sum_ratio_interval=total[1],
         median_ratio=median(ratio(means[1], means[0])),
-        median_ratio_interval=intervals.scalar(middle, samples, RATIO),
+        median_ratio_interval=intervals.of_statistic(weighted_median, samples, RATIO),
         half_share=half_share(means[0]),
-        differences=np.where(each == 0, 0, baseline - treatment),
+        differences=np.where(by_sample == 0, 0, baseline - treatment),
         floor_relative_median=relative[0],
         floor_relative_max=relative[1],
     )
 
 
-def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
-    """Σ treatment over Σ baseline of (sample, layer, head) values, with its interval; NaN where the baseline's is 0."""
+def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
+    """Return Σ treatment over Σ baseline of (sample, layer, head) values with its interval; NaN for a baseline of 0."""
     first, second = (part.sum(axis=(1, 2)) for part in (baseline, treatment))
 
-    def total(weights: Floats) -> Floats:
+    def weighted_ratio(weights: Floats) -> Floats:
         return np.asarray(ratio(weights @ second, weights @ first))
 
-    found = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
-    return found, intervals.scalar(total, len(baseline), RATIO)
+    value = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
+    return value, intervals.of_statistic(weighted_ratio, len(baseline), RATIO)
 
 
-def better_share(verdict: NDArray[np.int8]) -> tuple[float, Scalar]:
-    """Mean over samples of each one's share of heads that are better, with its interval; of (sample, layer, head)."""
+def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:
+    """Return the share of better heads, mean over samples with its interval, of (sample, layer, head) verdicts."""
     better = (verdict == 1).reshape(len(verdict), -1)
-    return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_of(better.shape[1]))
+    return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_kind(better.shape[1]))
 
 
 def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
-    """Median and largest over heads of the mean noise floor over the mean norm of o_h, (sample, layer, head) each."""
-    middle, most = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
-    return float(middle), float(most)
+    """Return median and maximum over heads of mean noise floor over mean ‖o_h‖, of (sample, layer, head) each."""
+    middle, largest = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
+    return float(middle), float(largest)
 
 
 @record
-class HeadComparison(OfPair, Record):
+class HeadComparison(PairRecord, Record):
     """A pair of configurations compared head by head.
 
     Attributes:
@@ -266,17 +263,17 @@ class HeadComparison(OfPair, Record):
 
     @derived(unit="s")
     def prefill_seconds_baseline(self) -> float | None:
-        """Of the baseline's own prefill, mean over samples; null: it has none."""
+        """Duration of the baseline's own prefill, mean over samples; null where it has none."""
         return self.prefill_seconds[0]
 
     @derived(unit="s", heading="#prefill\ns")
     def prefill_seconds_treatment(self) -> float | None:
-        """The same of the treatment."""
+        """Duration of the treatment's own prefill, mean over samples; null where it has none."""
         return self.prefill_seconds[1]
 
     @derived(unit="s")
     def prefill_seconds_full(self) -> float | None:
-        """Of the full prefill beside these; null: no configuration of the trace has its own."""
+        """Duration of the full prefill; null where no configuration of the trace has a prefill of its own."""
         return self.prefill_seconds[2]
 
 
@@ -298,7 +295,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
     sides = (measured.index(baseline), measured.index(treatment))
     flagged = measured["sigma_stage1"][:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = measured["retained_mass"].mean(axis=(0, 2, 3))
-    shares, (seconds, full) = measured.cache_shares, prefill_seconds(measured.trace)
+    shares, (seconds, full) = measured.cache_shares, measured.prefill_seconds
     kinds = [_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
     return HeadComparison(
         baseline=baseline,
@@ -318,36 +315,36 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
 def _kind(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int], flagged: NDArray[np.bool_]
 ) -> HeadKind:
-    both, floor = perturbed(measured, kind, distance, sides)
+    both, floor = compared_perturbation(measured, kind, distance, sides)
     unit = distance_of(distance)
     norm = np.ones_like(floor) if unit.angular else measured[f"output_norm{unit.suffix}"]
     return compare_kind(*both, floor, norm, flagged, distance, kind)
 
 
-def perturbed(
+def compared_perturbation(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int]
 ) -> tuple[tuple[Floats, Floats], Floats]:
     """Return baseline and treatment, and their noise floor: (sample, layer, head) each.
 
-    Where the kept sets say that both are equal, the treatment is the baseline. `kind` is isolated or propagated. Raises
+    Where kept sets imply equality, the treatment has the baseline's values. `kind` is isolated or propagated. Raises
     TraceError for what the trace lacks.
     """
-    values, floor = with_floor(measured, kind, distance)
+    values, floor = perturbation_and_floor(measured, kind, distance)
     same = {"isolated": equal_isolated, "propagated": equal_propagated}[kind](measured.trace, *sides)
-    return tied(values, sides, same), floor
+    return select_sides(values, sides, same), floor
 
 
-def with_floor(measured: Measurements, kind: str, distance: str) -> tuple[Floats, Floats]:
+def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> tuple[Floats, Floats]:
     """Return (sample, config, layer, head) perturbation and (sample, layer, head) noise floor.
 
-    Raises as `perturbed`.
+    Raises as `compared_perturbation`.
     """
     suffix = distance_of(distance).suffix
     floor = f"noise_floor{'_isolated' if kind == 'isolated' else ''}{suffix}"
     return measured[f"perturbation_{kind}{suffix}"], measured[floor]
 
 
-def tied(found: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Baseline and treatment, (sample, layer, head) each, of (sample, config, layer, head): equal where `same`."""
-    baseline = found[:, sides[0]]
-    return baseline, np.where(same, baseline, found[:, sides[1]])
+def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return (sample, layer, head) of both sides from (sample, config, layer, head), made equal where `same`."""
+    baseline = values[:, sides[0]]
+    return baseline, np.where(same, baseline, values[:, sides[1]])

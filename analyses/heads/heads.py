@@ -15,12 +15,12 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
     Pair,
     Sides,
-    checked,
-    counted,
+    check_sides,
     pair_columns,
     pair_names,
     pairs,
     pairs_title,
+    plural,
     short_names,
     side_names,
 )
@@ -37,9 +37,9 @@ _KINDS = ("isolated", "propagated")
 
 @record
 class HeadComparisons(Sequenced[HeadComparison], Result):
-    """Comparisons of two configurations each, head by head; a sequence of them, whose slices are results again.
+    """Pairs of configurations compared head by head: a sequence whose slices are results, too.
 
-    `plot` draws of one pair a scatter per kind, a point per head; of several a panel each, propagated.
+    `plot` draws a scatter with a point per head: for one pair a panel per kind, for several a propagated panel each.
 
     Attributes:
         members: the comparisons, those of one baseline together.
@@ -70,7 +70,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return HeadComparisons(members, replace(self.identity, configs=_configs(members)))
 
     def conclusion(self) -> str:
-        """Return whether the treatment perturbs the heads less, propagated, and how many of them."""
+        """Return by how much the treatments perturb more or less, propagated, and for one pair the share of heads."""
         pairs, first = self._pairs(), self.members[0].propagated
         clause = comparisons(pairs, self._cases("propagated"))
         heads = text.percent(first.better_share, first.better_share_interval)
@@ -91,14 +91,14 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return where isolated perturbation or Theorem 3 says otherwise or nothing, and whether tests can decide."""
+        """Return where isolated perturbation disagrees, whether tests have any power, and where Theorem 3 is silent."""
         return [*self._disagreement(), *self._power(), *self._flagged()]
 
     def details(self) -> Sequence[Part]:
-        """Return how tests, ties and floors are to be read, and what prefills of their own took."""
+        """Return the definitions of tests, ties and floors, and the seconds of configurations' own prefills."""
         tests = self.members[0].propagated.sign_flips
-        together = tests.least_tests
-        power = "no head can be decided" if not together else f"{counted(together, 'head')} must reach it"
+        heads = tests.least_tests
+        power = "no head can be decided" if not heads else f"{plural(heads, 'head')} must reach it"
         return [
             text.TIES_NOTE,
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
@@ -123,7 +123,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [each.case(name) for name, each in zip(pair_names(self._pairs()), kinds, strict=True)]
 
     def _settings(self) -> list[str]:
-        """Return the distance and the step, where they are not the usual ones."""
+        """Return the distance and the step, where they are not the default ones."""
         first = self.members[0]
         distance = [] if first.distance == "l1" else [str(DISTANCES[first.distance])]
         return distance + ([f"step {first.step}"] if first.step else [])
@@ -138,7 +138,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
 
     def _power(self) -> list[str]:
-        """Return that no head can be significant, where samples are too few for that."""
+        """Return that no head can be significant, where there are too few samples for it."""
         tests = self.members[0].propagated.sign_flips
         return [] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]
 
@@ -147,7 +147,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
 
     def _prefills(self) -> list[str]:
-        """Return how long prefills of their own took, beside the full one; nothing where there are none."""
+        """Return the seconds of configurations' own prefills and of the full one; nothing without such prefills."""
         seconds = {
             config: own
             for pair in self.members
@@ -197,7 +197,7 @@ def compare_heads(
     True
     """
     chosen = [
-        pair for treatment in checked(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
+        pair for treatment in check_sides(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
     ]
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))

@@ -1,1 +1,1 @@
-"""The question `horizon`: does perturbation grow over the decode steps."""
+"""The question `horizon`: growth of the perturbation over the decode steps."""

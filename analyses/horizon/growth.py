@@ -1,7 +1,7 @@
 """Perturbation over the decode steps: its growth from the first third to the last, and one selection's advantage.
 
-Steps end where a sample's text ends, so each sample has thirds of its own steps. Rounding does not grow: what is within
-two noise floors has no growth.
+Steps end where a sample's text ends, so each sample has thirds of its own steps. Perturbation within two noise floors
+is rounding and has no growth.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import OfPair, Pair, pairs
+from perturbkv.analyses.pairing import Pair, PairRecord, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, Kind, Scalar
+from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, OptionalInterval, StatisticKind
 from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import TIE_FLOORS
@@ -39,7 +39,7 @@ HEADS = ("layer", "head")
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps that each sample has: `held` (sample, step)."""
+    """The measured steps of each sample: `held` (sample, step) True."""
 
     held: NDArray[np.bool_]
 
@@ -49,10 +49,7 @@ class Steps:
         return np.asarray(self.held.sum(axis=1) >= LEAST_STEPS)
 
     def thirds(self, *arrays: Floats) -> tuple[list[Floats], list[Floats]]:
-        """Return the means of (sample, step, …) arrays over the first and over the last third: (long sample, …) each.
-
-        Each long sample has thirds of its own steps.
-        """
+        """Return means of (sample, step, …) arrays over the first and the last third of each long sample's steps."""
         first, last = (
             [np.einsum("st,st...->s...", third, array[self.long]) for array in arrays] for third in self._weights()
         )
@@ -76,14 +73,14 @@ def steps_of(trace: Trace) -> Steps:
 
 
 def by_step(measured: Measurements, name: str, steps: Steps, config: int | None = None) -> Floats:
-    """Return (sample, step, …) of a variable, of one configuration where it has several.
+    """Return (sample, step, …) of a variable, of one configuration where it has several; 0 at steps without values.
 
-    0 at the steps that a sample has not: sums leave these out. `measured` is of all steps.
+    `measured` holds all steps.
     """
     array = measured[name]
     array = (array if config is None else array[:, config])[:, : steps.held.shape[1]]
-    held = steps.held.reshape(*steps.held.shape, *[1] * (array.ndim - 2))
-    return np.where(held, array, 0.0)
+    mask = steps.held.reshape(*steps.held.shape, *[1] * (array.ndim - 2))
+    return np.where(mask, array, 0.0)
 
 
 @record
@@ -98,13 +95,13 @@ class Curve(Record):
         "over the samples that have the step; null ends where these are fewer than two, null of one sample"
     )
     first: float = column(
-        "Σ L / Σ ‖o_h‖₁ over each sample's first third of its steps", heading="#first\nthird", text=text.significant
+        "Σ L / Σ ‖o_h‖₁ over each sample's first third of its steps", heading="#first\nthird", text=text.three_digits
     )
     last: float = column(
-        "Σ L / Σ ‖o_h‖₁ over each sample's last third of its steps", heading="#last\nthird", text=text.significant
+        "Σ L / Σ ‖o_h‖₁ over each sample's last third of its steps", heading="#last\nthird", text=text.three_digits
     )
     growth: float = column("last third over first; null where either is within two noise floors", heading="#growth")
-    growth_interval: Scalar = interval("over the samples of three steps or more")
+    growth_interval: OptionalInterval = interval("over the samples of three steps or more")
     head_growth: Floats = column("last third over first of each head", dims=HEADS)
     sign_flips: SignFlips = column(
         "heads that grow or shrink beyond chance, by their samples' log growth; above 0: grow"
@@ -150,19 +147,19 @@ class ConfigHorizon(Record):
 
 @dataclass(frozen=True)
 class _Growth:
-    """Relative perturbation of the first third and of the last, and two noise floors: the larger third's."""
+    """Relative perturbation of the first and the last third, and two noise floors, the larger of both thirds."""
 
     first: Floats
     last: Floats
     noise: Floats
 
     @classmethod
-    def of(cls, early: list[Floats], late: list[Floats]) -> _Growth:
-        """Return the growth of both thirds' perturbation, norm and noise floor."""
-        (first, floor), (last, later) = (
+    def from_thirds(cls, early: list[Floats], late: list[Floats]) -> _Growth:
+        """Return the growth between two thirds, each a list of perturbation, norm and noise floor."""
+        (first, first_floor), (last, last_floor) = (
             [np.asarray(ratio(part, norm)) for part in (moved, noise)] for moved, norm, noise in (early, late)
         )
-        return cls(first, last, TIE_FLOORS * np.maximum(floor, later))
+        return cls(first, last, TIE_FLOORS * np.maximum(first_floor, last_floor))
 
     @property
     def above(self) -> NDArray[np.bool_]:
@@ -171,14 +168,14 @@ class _Growth:
 
     @property
     def factor(self) -> Floats:
-        """Last over first; NaN where one of them may be noise."""
+        """Last third over first; NaN where one of them may be noise."""
         return np.where(self.above, ratio(self.last, self.first), np.nan)
 
     @property
     def logarithm(self) -> Floats:
-        """Logarithm of the factor; 0, no evidence, where a third, or the difference of both, may be noise."""
-        there = self.above & (np.abs(self.last - self.first) > self.noise)
-        return np.where(there, np.log(np.where(there, self.factor, 1.0)), 0.0)
+        """Logarithm of the factor; 0 where a third, or the difference of both, may be noise."""
+        known = self.above & (np.abs(self.last - self.first) > self.noise)
+        return np.where(known, np.log(np.where(known, self.factor, 1.0)), 0.0)
 
 
 def config_horizon(
@@ -202,11 +199,11 @@ def config_horizon(
 def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:
     """Return the curve of (sample, step, layer, head) perturbation, norm and noise floor."""
     early, late = steps.thirds(moved, norm, floor)
-    total, heads, each = (
-        _Growth.of(*([np.asarray(add(part)) for part in third] for third in (early, late)))
+    total, heads, samples = (
+        _Growth.from_thirds(*([np.asarray(add(part)) for part in third] for third in (early, late)))
         for add in (np.sum, partial(np.sum, axis=0), np.asarray)
     )
-    weighed = partial(_growth, early=early[:2], late=late[:2])
+    weighted_growth = partial(_growth, early=early[:2], late=late[:2])
     return Curve(
         kind=kind,
         relative=relative(moved, norm),
@@ -214,9 +211,9 @@ def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: Steps) 
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
-        growth_interval=intervals.scalar(weighed, len(early[0]), RATIO) if total.above else None,
+        growth_interval=intervals.of_statistic(weighted_growth, len(early[0]), RATIO) if total.above else None,
         head_growth=heads.factor,
-        sign_flips=permutation.decide(each.logarithm),
+        sign_flips=permutation.sign_flip_tests(samples.logarithm),
     )
 
 
@@ -226,34 +223,36 @@ def relative(moved: Floats, norm: Floats) -> Floats:
 
 
 def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
-    """Return (row,) relative perturbation of the last third over the first's; both hold perturbation and norm."""
+    """Return (row,) the relative perturbation of the last third over the first; both have perturbation and norm."""
     first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
     return np.asarray(ratio(last, first))
 
 
-def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: Kind) -> Band:
-    """Return each step's interval of Σ top / Σ bottom over the samples that have it, (sample, step) both.
+def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: StatisticKind) -> Band:
+    """Return each step's interval of Σ top / Σ bottom over its samples; NaN where these are too few.
 
-    NaN where these are too few for the other steps' kind.
+    `tops`, `bottoms` and `held` are (sample, step).
     """
-    each = [
+    by_step = [
         _step_interval(top[rows], bottom[rows], kind)
         for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
     ]
-    if each[0] is None:
+    first = by_step[0]
+    if first is None:
         return None
-    kept = [one if one is not None and one.kind == each[0].kind else None for one in each]
-    low, high = (np.array([np.nan if one is None else getattr(one, end) for one in kept]) for end in ("low", "high"))
-    return Interval(low, high, each[0].kind)
+    known = [step if step is not None and step.kind == first.kind else None for step in by_step]
+    low, high = (np.array([np.nan if step is None else getattr(step, end) for step in known])
+                 for end in ("low", "high"))  # fmt: skip
+    return Interval(low, high, first.kind)
 
 
-def _step_interval(top: Floats, bottom: Floats, kind: Kind) -> Scalar:
-    return intervals.scalar(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
+def _step_interval(top: Floats, bottom: Floats, kind: StatisticKind) -> OptionalInterval:
+    return intervals.of_statistic(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
 
 
 @record
-class Advantage(OfPair, Record):
-    """Propagated perturbation of one configuration over another's that differs in selection, or policy, alone."""
+class Advantage(PairRecord, Record):
+    """The ratio of propagated perturbation of two configurations that differ in selection, or policy, alone."""
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
@@ -263,13 +262,13 @@ class Advantage(OfPair, Record):
         key="first",
         heading="#first third\n/ baseline",
     )
-    first_ratio_interval: Scalar = column("over samples", key="first_interval")
+    first_ratio_interval: OptionalInterval = column("over samples", key="first_interval")
     last_ratio: float = column(
         "Σ L of all heads and samples over the baseline's, in each sample's last third of its steps",
         key="last",
         heading="#last third\n/ baseline",
     )
-    last_ratio_interval: Scalar = column("over samples", key="last_interval")
+    last_ratio_interval: OptionalInterval = column("over samples", key="last_interval")
 
     def cases(self, name: str = "") -> tuple[Case, Case]:
         """Return the first and the last third as cases of comparisons."""
@@ -280,7 +279,7 @@ class Advantage(OfPair, Record):
 
 
 def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tuple[Advantage, ...]:
-    """Compare each later side with the first, wherever the trace holds both alike in everything else."""
+    """Compare each later side with the first, wherever the trace has both with equal other choices."""
     run, floors = measured.trace.run, steps.thirds(by_step(measured, "noise_floor", steps))
 
     def thirds(config: EvictionConfig) -> _Thirds:
@@ -292,7 +291,7 @@ def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tu
 
 
 def _pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
-    """Return the pairs, or none: the curves of two sides can be shown that nothing else makes comparable."""
+    """Return the pairs, or none: sides without comparable configurations still have curves."""
     with contextlib.suppress(TraceError):
         return pairs(run, baseline, treatment)
     return []
@@ -310,11 +309,11 @@ def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Third
     return Advantage(*pair, first, first_interval, last, last_interval)
 
 
-def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, Scalar]:
-    """Return the ratio of (sample,) sums, with its interval; NaN and None within noise."""
+def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, OptionalInterval]:
+    """Return the ratio of (sample,) sums with its interval; NaN and None within noise."""
     if min(treatment.sum(), baseline.sum()) <= TIE_FLOORS * floor.sum():
         return float("nan"), None
-    ends = intervals.scalar(
+    interval = intervals.of_statistic(
         lambda weights: np.asarray(ratio(weights @ treatment, weights @ baseline)), len(baseline), RATIO
     )
-    return float(ratio(treatment.sum(), baseline.sum())), ends
+    return float(ratio(treatment.sum(), baseline.sum())), interval

@@ -1,8 +1,8 @@
-"""The question `horizon`: whether the error grows while the model decodes on, in which heads, and who stays ahead.
+"""Perturbation over the decode steps: its growth in each head, and how long one selection's advantage lasts.
 
-The tokens are the full run's own, so both runs read the same text; what grows is the error that evicted entries leave
-in later tokens' keys and values, and what shrinks is the evicted entries' share of a growing cache. Steps end where a
-sample's text ends: each step is of the samples that have it, and growth of each sample's own last and first third.
+Both runs decode the full run's tokens. The error grows with what evicted entries lack in later tokens' keys and values,
+and shrinks with the evicted entries' share of a growing cache. Steps end where a sample's text ends: a step is over the
+samples that have it, growth over each sample's own first and last third.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from perturbkv.analyses.horizon.growth import (
     steps_of,
 )
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Pair, common, counted, of_selection, short_names, side_names
+from perturbkv.analyses.pairing import Pair, common, plural, short_names, side_indices, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
-    contests,
     extremes,
     factor,
     interval_verdict,
+    pairs_by_sides,
     sample_note,
     sentence,
     tally,
@@ -62,7 +62,7 @@ _ISOLATED = ("kind", "first", "last", "growth", "head_counts")
 
 @record
 class Horizon(Result):
-    """Every requested configuration over the decode steps.
+    """The requested configurations over the decode steps.
 
     Attributes:
         identity: of the run.
@@ -91,7 +91,7 @@ class Horizon(Result):
         return sentence(f"{'; '.join(clauses)} ({sample_note(self.samples_with_growth)})", *names)
 
     def title(self) -> str:
-        """Return what is summed, over how many steps, and what all configurations share."""
+        """Return the quantity, the number of steps and the shared choices."""
         return f"propagated Σ L / Σ ‖o_h‖₁ over {self.steps} decode steps: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
@@ -103,13 +103,13 @@ class Horizon(Result):
         ]
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals."""
+        """Return the note on n and intervals."""
         return text.intervals_note(self.samples_with_growth)
 
     def caveats(self) -> Sequence[str]:
-        """Return which samples lack steps, what a dash is, and whether tests can decide."""
+        """Return which samples lack steps, the meaning of a dash, and whether tests have any power."""
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
-        ends = f"Texts end: step 0 is of {counted(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
+        ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
         tests = self.configs[0].curves["propagated"].sign_flips
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
@@ -129,7 +129,7 @@ class Horizon(Result):
         return [
             table("Σ L / Σ ‖o_h‖₁ over all heads, by kind of perturbation", lines, _ISOLATED, "configuration"),
             "Heads that grow most, as layer-head ×factor (propagated, beyond chance):",
-            *(f"  {name}: {self._most(config.curves['propagated'])}" for name, config in self._named()),
+            *(f"  {name}: {self._fastest_heads(config.curves['propagated'])}" for name, config in self._named()),
             "Growth: each sample's last third of its steps over its first.",
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
@@ -138,7 +138,7 @@ class Horizon(Result):
         """Return a row per configuration and step: relative L1 of both kinds, KL in nat, the share of equal tokens."""
         return [
             {
-                **columns_of(config.config),
+                **config_columns(config.config),
                 "step": step,
                 "samples": int(count),
                 **{kind: float(curve.relative[step]) for kind, curve in config.curves.items()},
@@ -152,7 +152,7 @@ class Horizon(Result):
 
     def plot_heads(self, width_mm: float = 174) -> Figure:
         """Return maps of each head's growth, layer × head."""
-        return self._drawn("Horizon.plot_heads", width_mm)
+        return self._draw("Horizon.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, ConfigHorizon]]:
         names = [name or "evicted" for name in short_names(self.identity.configs)]
@@ -164,8 +164,8 @@ class Horizon(Result):
     def _advantage(self) -> list[str]:
         """Return whether treatments perturb less in the first third of the steps, and in the last."""
         clauses = []
-        for (baseline, treatment), named in contests(self._pairs()).items():
-            first, last = zip(*(self.advantages[index].cases(name) for index, name in named), strict=True)
+        for (baseline, treatment), settings in pairs_by_sides(self._pairs()).items():
+            first, last = zip(*(self.advantages[index].cases(name) for index, name in settings), strict=True)
             where = f" in the first third of {self.steps} decode steps"
             clauses += [comparison(treatment, baseline, first, where)]
             clauses += [comparison("it", baseline, last, " in the last third")]
@@ -184,8 +184,8 @@ class Horizon(Result):
         clause = "the error changes" if None in verdicts else tally(verdicts, _GROWS, "configuration")
         return f"{clause}, last third over first: {factors}"
 
-    def _most(self, curve: Curve) -> str:
-        """Return the heads that grow most among those that grow."""
+    def _fastest_heads(self, curve: Curve) -> str:
+        """Return the heads that grow beyond chance, the fastest first."""
         grows = (curve.head_verdict == 1) & (curve.head_growth > 0)  # a sum over samples may be noise where most grow
         ranked = sorted(
             ((float(curve.head_growth[index]), index) for index in zip(*grows.nonzero(), strict=True)), reverse=True
@@ -215,7 +215,7 @@ def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
     sides = [compare] if isinstance(compare, str) else list(compare)
     measured = Measurements(trace, ANALYSIS, None)
     steps = steps_of(measured.trace)
-    indices = list(dict.fromkeys(index for side in sides for index in of_selection(trace.run, side)))
+    indices = list(dict.fromkeys(index for side in sides for index in side_indices(trace.run, side)))
     norm = by_step(measured, "output_norm", steps)
     floors = {kind: by_step(measured, name, steps) for kind, name in FLOORS.items()}
     return Horizon(

@@ -1,1 +1,1 @@
-"""The question `layers`: how far the residual stream drifts, layer by layer (figures 3, 5 and 6)."""
+"""The question `layers`: drift of the residual stream, layer by layer (paper, figures 3, 5 and 6)."""

@@ -1,4 +1,4 @@
-"""How much of a cache can go: last-layer drift, KL and top-1 agreement against the budget (paper, figure 3c)."""
+"""Curves over the budget: last-layer drift, KL and top-1 agreement (paper, figure 3c)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from perturbkv.analyses.columns import Line, Record, column, derived, interval, 
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import distances
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, checked, common, counted, sweeps
+from perturbkv.analyses.pairing import Sides, check_sides, common, plural, sweeps
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, Scalar
+from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, OptionalInterval
 from perturbkv.analyses.text import extremes
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.entry_counts import Budget
@@ -28,12 +28,12 @@ from perturbkv.trace import Trace
 ANALYSIS = "layers --budgets"
 BUDGET = ("budget",)
 _MOST_CURVES = 2
-"""More curves than these are summed up by the least and the largest share."""
+"""Largest number of curves with a clause each; of more, the least and the largest share are given."""
 
 
 @record
 class Quantities(Record):
-    """Quantities of a curve, each (budget,) over samples."""
+    """Quantities of a curve over its budgets."""
 
     drift: Floats = column("drift after the last layer, in the distance's unit", dims=BUDGET)
     kl: Floats = column("KL(full ‖ evicted) of the next token", unit="nat", dims=BUDGET)
@@ -42,7 +42,7 @@ class Quantities(Record):
 
 @record
 class Bands(Record):
-    """Intervals of a curve's quantities, for each budget; None of one sample."""
+    """Intervals of a curve's quantities over its budgets; None for one sample."""
 
     drift: Band = column("intervals of the drift")
     kl: Band = column("intervals of KL")
@@ -51,19 +51,19 @@ class Bands(Record):
 
 @record
 class BudgetPoint(Record):
-    """One configuration of a curve, as the table shows it."""
+    """One configuration of a curve, as a line of the table."""
 
     kept: float = column("share of a head's entries that is kept, mean over heads and samples", unit="share",
                          heading="#kept of\na head")  # fmt: skip
     cache_share: float = column("entries that the cache holds over those of the full cache", heading="#cache\nshare")
     drift: float = column("drift after the last layer, median over samples", heading="#drift,\nmedian",
-                          text=text.significant)  # fmt: skip
-    drift_interval: Scalar = interval()
+                          text=text.three_digits)  # fmt: skip
+    drift_interval: OptionalInterval = interval()
     kl: float = column("KL(full ‖ evicted) of the next token, median over samples", unit="nat",
-                       heading="#KL, nat,\nmedian", text=text.significant)  # fmt: skip
-    kl_interval: Scalar = interval()
+                       heading="#KL, nat,\nmedian", text=text.three_digits)  # fmt: skip
+    kl_interval: OptionalInterval = interval()
     top1: float = column("share of samples whose next token is the full run's", unit="share", heading="#same\ntoken")
-    top1_interval: Scalar = interval("exact (Clopper–Pearson)")
+    top1_interval: OptionalInterval = interval("exact (Clopper–Pearson)")
 
 
 @record
@@ -116,7 +116,7 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
         for array in (distances(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
     )
     configs, same = tuple(measured.trace.run.configs[index] for index in ordered), top1.mean(axis=0)
-    agreement = _of_shares(top1 > 0)
+    agreement = _share_intervals(top1 > 0)
     return BudgetCurve(
         name=name,
         configs=configs,
@@ -125,7 +125,7 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
         medians=Quantities(np.median(drift, axis=0), np.median(kl, axis=0), same),
         means=Quantities(drift.mean(axis=0), kl.mean(axis=0), same),
         intervals=Bands(intervals.of_medians(drift), intervals.of_medians(kl), agreement),
-        mean_intervals=Bands(_of_means(drift), _of_means(kl), agreement),
+        mean_intervals=Bands(_mean_intervals(drift), _mean_intervals(kl), agreement),
         cliff=_cliff([config.budget for config in configs], kept[rising], np.median(kl, axis=0)),
     )
 
@@ -135,14 +135,14 @@ def _kept_share(measured: Measurements, index: int) -> float:
     return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
 
 
-def _of_means(array: Floats) -> Band:
-    return intervals.band(lambda weights: weights @ array, len(array), POSITIVE)
+def _mean_intervals(array: Floats) -> Band:
+    return intervals.of_statistics(lambda weights: weights @ array, len(array), POSITIVE)
 
 
-def _of_shares(same: NDArray[np.bool_]) -> Band:
+def _share_intervals(same: NDArray[np.bool_]) -> Band:
     """Return the exact interval of each budget's share of samples with the same token."""
-    each = [interval for interval in map(intervals.of_samples, same.T) if interval]
-    return Interval(np.array([one.low for one in each]), np.array([one.high for one in each])) if each else None
+    known = [interval for interval in map(intervals.of_share, same.T) if interval]
+    return Interval(np.array([one.low for one in known]), np.array([one.high for one in known])) if known else None
 
 
 def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
@@ -158,7 +158,7 @@ def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Bud
 
 @record
 class BudgetCurves(Sequenced[BudgetCurve], Result):
-    """How much of a cache can go: curves of several selections over their budgets.
+    """Curves of several selections over their budgets.
 
     Attributes:
         members: one per selection and setting.
@@ -177,15 +177,15 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
     def conclusion(self) -> str:
         """Return how often the next token is the full run's, at the smallest budget and at the largest."""
-        counts = f"(n = {counted(self.identity.samples, 'sample')})"
+        counts = f"(n = {plural(self.identity.samples, 'sample')})"
         if len(self.members) > _MOST_CURVES:
-            every = [
+            shares = [
                 (f"b={budget} of {curve.name}", *_agreement(curve, index))
                 for curve in self.members
                 for index, budget in enumerate(curve.budgets)
             ]
-            return f"The share of samples whose next token is the full run's goes from {extremes(every)} {counts}."
-        clauses = (f"{_ends(curve)} of samples with {curve.name}" for curve in self.members)
+            return f"The share of samples whose next token is the full run's goes from {extremes(shares)} {counts}."
+        clauses = (f"{_agreement_range(curve)} of samples with {curve.name}" for curve in self.members)
         return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
 
     def title(self) -> str:
@@ -202,7 +202,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         ]
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals."""
+        """Return the note on n and intervals."""
         return text.intervals_note(self.identity.samples, exact=True, medians=True)
 
     def caveats(self) -> Sequence[str]:
@@ -248,8 +248,8 @@ def _agreement(curve: BudgetCurve, index: int) -> tuple[float, str]:
     return point.top1, text.percent(point.top1, point.top1_interval)
 
 
-def _ends(curve: BudgetCurve) -> str:
-    """Return '25 % [3, 65] (b=0.01) to 88 % [47, 100] (b=0.4)': at the smallest budget and at the largest."""
+def _agreement_range(curve: BudgetCurve) -> str:
+    """Return the shares at the smallest and the largest budget: '25 % [3, 65] (b=0.01) to 88 % [47, 100] (b=0.4)'."""
     ends = dict.fromkeys((0, len(curve.budgets) - 1))
     return " to ".join(f"{_agreement(curve, index)[1]} (b={curve.budgets[index]})" for index in ends)
 
@@ -301,4 +301,4 @@ def budget_curves(
     >>> [curve.name for curve in result], result[0].medians.kl.shape  # (budget,)
     (['attention', 'two-stage'], (1,))
     """
-    return summarise(trace, [baseline, *checked(trace, baseline, treatments)], distance, step)
+    return summarise(trace, [baseline, *check_sides(trace, baseline, treatments)], distance, step)

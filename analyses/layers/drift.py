@@ -12,10 +12,10 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import OfPair
+from perturbkv.analyses.pairing import PairRecord
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Scalar
+from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalInterval
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
@@ -29,7 +29,7 @@ SAMPLE = ("sample",)
 
 
 @record
-class DriftPair(OfPair, Record):
+class DriftPair(PairRecord, Record):
     """Drift of a pair of configurations.
 
     Attributes:
@@ -60,11 +60,11 @@ class LayerRatio(Record):
     """Drift of both sides after one layer: medians over samples, and the ratio of the means."""
 
     baseline_median: float = column(
-        "the baseline's drift, median over samples", heading="#baseline's\ndrift, median", text=text.significant
+        "the baseline's drift, median over samples", heading="#baseline's\ndrift, median", text=text.three_digits
     )
-    treatment_median: float = column("the treatment's", heading="#drift,\nmedian", text=text.significant)
+    treatment_median: float = column("the treatment's", heading="#drift,\nmedian", text=text.three_digits)
     mean_ratio: float = column("the treatment's mean drift over the baseline's", heading="#mean over\nbaseline's")
-    mean_ratio_interval: Scalar = interval()
+    mean_ratio_interval: OptionalInterval = interval()
     tied: bool = column("whether the means differ by at most two noise floors", json=False)
 
 
@@ -147,8 +147,8 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
     """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
     first, second = _sides(measured, about, distance)
     means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(measured, distance)
-    over, each = drift_ratio(first, second), floors(measured, distance)
-    floor = None if each is None else each.mean(axis=0)
+    mean_ratio, noise = drift_ratio(first, second), floors(measured, distance)
+    floor = None if noise is None else noise.mean(axis=0)
     return LayerDrift(
         baseline=about.configs[0],
         treatment=about.configs[1],
@@ -166,25 +166,24 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
         treatment_median_drift_interval=intervals.of_medians(second),
         baseline_relative_drift=None if norms is None else np.asarray(ratio(means[0], norms)),
         treatment_relative_drift=None if norms is None else np.asarray(ratio(means[1], norms)),
-        ratio=over[0],
-        ratio_interval=over[1],
+        ratio=mean_ratio[0],
+        ratio_interval=mean_ratio[1],
         verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor, distance),
         noise_floor=floor,
     )
 
 
-def mean_drift(each: Floats) -> tuple[Floats, Band]:
+def mean_drift(drift: Floats) -> tuple[Floats, Band]:
     """Return the (layer,) mean of (sample, layer) drift, with its interval."""
-    return each.mean(axis=0), intervals.band(lambda weights: weights @ each, len(each), POSITIVE)
+    return drift.mean(axis=0), intervals.of_statistics(lambda weights: weights @ drift, len(drift), POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
-    """Return the (layer,) ratio of mean drifts, treatment over baseline, of (sample, layer) each, with its interval.
-
-    NaN where the baseline's is 0.
-    """
+    """Return the (layer,) ratio of mean drifts of (sample, layer) each, with its interval; NaN for a baseline of 0."""
     means = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
-    return means, intervals.band(lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO)
+    return means, intervals.of_statistics(
+        lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO
+    )
 
 
 def distances(measured: Measurements, distance: str) -> Floats:
@@ -200,7 +199,7 @@ def floors(measured: Measurements, distance: str) -> Floats | None:
 
 
 def _sides(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
-    """Return (sample, layer) drift of both configurations, exactly equal where all kept sets up to the layer are."""
+    """Return (sample, layer) drift of both configurations, equal where all kept sets up to the layer are equal."""
     first, second = map(measured.index, about.configs)
     drift = distances(measured, distance)
     same = equal_layers(measured.trace, first, second)
@@ -213,7 +212,7 @@ def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, fl
 
 
 def _norms(measured: Measurements, distance: str) -> Floats | None:
-    """Return the (layer,) mean norm of the full cache's stream; None of a cosine, which is relative already."""
+    """Return the (layer,) mean norm of the full run's residual stream; None for cosine, which is relative already."""
     name = f"hidden_norm{distance_of(distance).suffix}"
     return measured[name].mean(axis=0) if name in measured else None
 
@@ -235,11 +234,11 @@ class LastLayer(DriftPair):
         "treatment over baseline, summed over samples; null where the baseline does not drift",
         heading="#sum over\nbaseline's",
     )
-    mean_ratio_interval: Scalar = interval()
+    mean_ratio_interval: OptionalInterval = interval()
     improved_share: float = column(
         "share of the samples that drift less", unit="share", heading="#share that\ndrifts less"
     )
-    improved_share_interval: Scalar = interval("exact (Clopper–Pearson)")
+    improved_share_interval: OptionalInterval = interval("exact (Clopper–Pearson)")
 
     @derived(heading="#samples\n+ / = / −", json=False)
     def sample_counts(self) -> str:
@@ -250,21 +249,17 @@ class LastLayer(DriftPair):
 def summarise_last_layer(
     trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
 ) -> LastLayer:
-    """Compare the last layer's drift of every complete sample under two configurations. Raises as `summarise`."""
+    """Compare the last layer's drift of two configurations in every complete sample. Raises as `summarise`."""
     measured = Measurements(trace, LAST_LAYER_ANALYSIS, step)
     return compare_samples(measured, identity(trace, (baseline, treatment), step), distance)
 
 
 def compare_samples(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LastLayer:
-    """Compare the last layer's drift of every sample under the two configurations of an identity.
-
-    Raises as `summarise`.
-    """
+    """Compare the last layer's drift of an identity's two configurations by sample. Raises as `summarise`."""
     first, second = (side[:, -1] for side in _sides(measured, about, distance))
     floor = floors(measured, distance)
     verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1], distance)
     order = np.argsort(-first, kind="stable")
-    names = [name for name, whole in zip(measured.trace.sample_ids, measured.trace.ok, strict=True) if whole]
     improved = verdict == 1
     return LastLayer(
         baseline=about.configs[0],
@@ -273,14 +268,14 @@ def compare_samples(measured: Measurements, about: RunIdentity, distance: str = 
         step=measured.step or 0,
         cache_shares=_cache_shares(measured, about),
         identity=about,
-        sample_ids=tuple(names[index] for index in order),
+        sample_ids=tuple(measured.sample_ids[index] for index in order),
         baseline_drift=first[order],
         treatment_drift=second[order],
         verdict=verdict[order],
         mean_ratio=float(ratio(second.sum(), first.sum())),
-        mean_ratio_interval=intervals.scalar(
+        mean_ratio_interval=intervals.of_statistic(
             lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
         ),
         improved_share=float(improved.mean()),
-        improved_share_interval=intervals.of_samples(improved),
+        improved_share_interval=intervals.of_share(improved),
     )

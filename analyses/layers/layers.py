@@ -1,12 +1,13 @@
-"""The question `layers`: which selection lets the residual stream drift less, by layer and by sample, at each budget.
+"""Drift of the residual stream compared between selections, by layer and by sample, at each budget.
 
 Paper, figures 3a, 3b, 5 and 6.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
@@ -28,14 +29,14 @@ from perturbkv.analyses.pairing import (
     Sides,
     all_series,
     configs_of,
-    counted,
     pair_columns,
     pair_names,
     pairs_title,
+    plural,
     side_names,
 )
 from perturbkv.analyses.result import Result, Sequenced, Several
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.display import Part
@@ -46,8 +47,60 @@ _FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatme
 _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
+class _LayerTable(ABC):
+    """The conclusion, the title and the lines of drifts after the last layer, of one series or of all."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "cache_share",
+        "baseline_median",
+        "treatment_median",
+        "mean_ratio",
+        "layer_counts",
+    )
+
+    @abstractmethod
+    def _drifts(self) -> Sequence[LayerDrift]:
+        """Return the drifts, one per pair of configurations."""
+
+    def conclusion(self) -> str:
+        """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
+        drifts, first = self._drifts(), self._drifts()[0]
+        pairs = _pairs(drifts)
+        clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
+        layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
+        where = ["mean over samples", *([layers] if len(drifts) == 1 else []), *_settings(first)]
+        return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
+
+    def title(self) -> str:
+        """Return the distance and the sides."""
+        return _title(self._drifts())
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per pair, with its last layer and the number of layers in which the treatment drifts less."""
+        drifts = self._drifts()
+        return [Line(name, (drift, drift.after(-1)))
+                for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]  # fmt: skip
+
+    def details(self) -> Sequence[Part]:
+        """Return a table of the first, the middle and the last layer, and the definitions of drift and tie."""
+        drifts = self._drifts()
+        last = len(drifts[0].ratio) - 1
+        lines = [
+            Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
+            for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)
+            for layer in dict.fromkeys((0, last // 2, last))
+        ]
+        return [
+            table(f"{_title(drifts).partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
+            f"Drift: {text.DRIFT_NOTE.partition(': ')[2]}",
+            text.TIES_NOTE,
+            *(f"Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
+              for drift in drifts[:1] if drift.noise_floor is not None),
+        ]  # fmt: skip
+
+
 @record
-class DriftSeries(Sequenced[LayerDrift], Result):
+class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
     """Drift of one treatment and its baseline, a `LayerDrift` per budget, smallest first.
 
     Attributes:
@@ -55,35 +108,20 @@ class DriftSeries(Sequenced[LayerDrift], Result):
         identity: of the run, with the configurations shown.
     """
 
-    SHOWN = ("cache_share", "baseline_median", "treatment_median", "mean_ratio", "layer_counts")
-
     members: tuple[LayerDrift, ...] = column("one per budget", key="drifts")
     identity: RunIdentity
 
-    def conclusion(self) -> str:
-        """Return whether the treatment's stream drifts less after the last layer."""
-        return drift_conclusion(self.members)
-
-    def title(self) -> str:
-        """Return the distance, and what is compared."""
-        return _title(self.members)
-
-    def lines(self) -> Sequence[Line]:
-        """Return a line per budget, of the last layer."""
-        return drift_lines(self.members)
+    def _drifts(self) -> Sequence[LayerDrift]:
+        return self.members
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals."""
+        """Return the note on n and intervals."""
         return text.intervals_note(self.identity.samples, medians=True)
 
     def caveats(self) -> Sequence[str]:
-        """Return that only equal drifts are tied, where the trace holds no noise floor."""
+        """Return that only equal drifts tie, where the trace holds no noise floor."""
         known = self.members[0].noise_floor_known
         return [] if known else ["The trace holds no noise floor of this distance: only equal drifts are ties."]
-
-    def details(self) -> Sequence[Part]:
-        """Return the first, the middle and the last layer, and what a tie is."""
-        return drift_details(self.members)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per budget × layer.
@@ -94,64 +132,18 @@ class DriftSeries(Sequenced[LayerDrift], Result):
         return [row for drift in self.members for row in _layer_rows(drift)]
 
 
-class LayerDrifts(Several[DriftSeries]):
-    """Drift of every treatment and setting: a `DriftSeries` each."""
+class LayerDrifts(_LayerTable, Several[DriftSeries]):
+    """Drift of all treatments and settings, a `DriftSeries` each."""
 
     SECTION = "layers"
-    SHOWN = DriftSeries.SHOWN
 
     @derived()
     def drifts(self) -> tuple[LayerDrift, ...]:
         """One per pair of configurations."""
         return tuple(drift for series in self.members for drift in series)
 
-    def conclusion(self) -> str:
-        """Return whether the treatments' streams drift less after the last layer."""
-        return drift_conclusion(self.drifts)
-
-    def title(self) -> str:
-        """Return the distance, and what is compared."""
-        return _title(self.drifts)
-
-    def lines(self) -> Sequence[Line]:
-        """Return a line per pair, of the last layer."""
-        return drift_lines(self.drifts)
-
-    def details(self) -> Sequence[Part]:
-        """Return the first, the middle and the last layer, and what a tie is."""
-        return drift_details(self.drifts)
-
-
-def drift_conclusion(drifts: Sequence[LayerDrift]) -> str:
-    """Return whether the treatments drift less than their baselines after the last layer, by the means."""
-    pairs, first = _pairs(drifts), drifts[0]
-    clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
-    layers = f"{int((first.verdict == 1).sum())} of {counted(len(first.verdict), 'layer')} drift less"
-    where = ["mean over samples", *([layers] if len(drifts) == 1 else []), *_settings(first)]
-    return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
-
-
-def drift_lines(drifts: Sequence[LayerDrift]) -> list[Line]:
-    """Return a line per pair: the last layer, and in how many layers the treatment drifts less."""
-    names = pair_names(_pairs(drifts))
-    return [Line(name, (drift, drift.after(-1))) for name, drift in zip(names, drifts, strict=True)]
-
-
-def drift_details(drifts: Sequence[LayerDrift]) -> list[Part]:
-    """Return a table of the first, the middle and the last layer, and what a tie is."""
-    last = len(drifts[0].ratio) - 1
-    lines = [
-        Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
-        for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)
-        for layer in dict.fromkeys((0, last // 2, last))
-    ]
-    return [
-        table(f"{_title(drifts).partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
-        f"Drift: {text.DRIFT_NOTE.partition(': ')[2]}",
-        text.TIES_NOTE,
-        *(f"Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
-          for drift in drifts[:1] if drift.noise_floor is not None),
-    ]  # fmt: skip
+    def _drifts(self) -> Sequence[LayerDrift]:
+        return self.drifts
 
 
 def _pairs(drifts: Sequence[DriftPair]) -> list[Pair]:
@@ -163,13 +155,13 @@ def _title(drifts: Sequence[DriftPair]) -> str:
 
 
 def _settings(drift: DriftPair) -> list[str]:
-    """Return the distance and the step, where they are not the usual ones."""
+    """Return the distance and the step, where they are not the default ones."""
     distance = [] if drift.distance == "l1" else [str(DISTANCES[drift.distance])]
     return distance + ([f"step {drift.step}"] if drift.step else [])
 
 
 def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
-    """Return a sentence that may begin with a treatment's name, which stays as it is typed."""
+    """Return a sentence in which a treatment's name keeps its case at the beginning."""
     return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
 
 
@@ -216,16 +208,56 @@ def layer_drift(
     for pairs in series:
         drifts = tuple(compare_layers(measured, identity(trace, pair, step), distance) for pair in pairs)
         members.append(DriftSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return LayerDrifts(tuple(members), _whole(trace, series, step))
+    return LayerDrifts(tuple(members), _joint_identity(trace, series, step))
 
 
-def _whole(trace: Trace, series: Sequence[Sequence[Pair]], step: int) -> RunIdentity:
+def _joint_identity(trace: Trace, series: Sequence[Sequence[Pair]], step: int) -> RunIdentity:
     """Return the identity of a trace with the configurations of all series, each once."""
     return identity(trace, list(dict.fromkeys(config for pairs in series for config in configs_of(pairs))), step)
 
 
+class _SampleTable(ABC):
+    """The conclusion, the title and the lines of single samples' drifts, of one series or of all."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
+
+    @abstractmethod
+    def _drifts(self) -> Sequence[LastLayer]:
+        """Return the drifts, one per pair of configurations."""
+
+    def conclusion(self) -> str:
+        """Return in how many samples the treatments drift less than their baselines, by exact intervals."""
+        drifts, first = self._drifts(), self._drifts()[0]
+        pairs, names = _pairs(drifts), pair_names(_pairs(drifts))
+        sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
+        baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
+        shares = extremes([
+            (name, drift.improved_share, text.percent(drift.improved_share, drift.improved_share_interval))
+            for name, drift in zip(names, drifts, strict=True)
+        ])  # fmt: skip
+        words = {
+            1: (f"{treatment} drifts less than {baseline} in most samples", "in most"),
+            -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
+            0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
+        }
+        where = ["after the last layer", *_settings(first), f"n = {plural(first.identity.samples, 'sample')}"]
+        clause = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
+        if first.identity.samples >= MIN_SAMPLES:
+            clause = tally([interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts], words, "case")
+        return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
+
+    def title(self) -> str:
+        """Return the distance and the sides."""
+        return _title(self._drifts())
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per pair."""
+        drifts = self._drifts()
+        return [Line(name, (drift,)) for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]
+
+
 @record
-class SampleSeries(Sequenced[LastLayer], Result):
+class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
     """Drift of each sample after the last layer under one treatment and its baseline, a `LastLayer` per budget.
 
     Attributes:
@@ -233,25 +265,14 @@ class SampleSeries(Sequenced[LastLayer], Result):
         identity: of the run, with the configurations shown.
     """
 
-    SHOWN = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
-
     members: tuple[LastLayer, ...] = column("one per budget", key="per_sample")
     identity: RunIdentity
 
-    def conclusion(self) -> str:
-        """Return whether most samples drift less under the treatment."""
-        return sample_conclusion(self.members)
-
-    def title(self) -> str:
-        """Return the distance, and what is compared."""
-        return _title(self.members)
-
-    def lines(self) -> Sequence[Line]:
-        """Return a line per budget."""
-        return sample_lines(self.members)
+    def _drifts(self) -> Sequence[LastLayer]:
+        return self.members
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals."""
+        """Return the note on n and intervals."""
         return text.intervals_note(self.identity.samples, exact=True)
 
     def records(self) -> list[dict[str, Any]]:
@@ -262,52 +283,18 @@ class SampleSeries(Sequenced[LastLayer], Result):
         return [row for drift in self.members for row in _sample_rows(drift)]
 
 
-class SampleDrifts(Several[SampleSeries]):
-    """Drift of each sample after the last layer, of every treatment and setting: a `SampleSeries` each."""
+class SampleDrifts(_SampleTable, Several[SampleSeries]):
+    """Drift of each sample after the last layer, of all treatments and settings, a `SampleSeries` each."""
 
     SECTION = "layers"
-    SHOWN = SampleSeries.SHOWN
 
     @derived()
     def per_sample(self) -> tuple[LastLayer, ...]:
         """With `--per-sample`: the last layer sample by sample, one per pair of configurations."""
         return tuple(drift for series in self.members for drift in series)
 
-    def conclusion(self) -> str:
-        """Return whether most samples drift less under the treatments."""
-        return sample_conclusion(self.per_sample)
-
-    def title(self) -> str:
-        """Return the distance, and what is compared."""
-        return _title(self.per_sample)
-
-    def lines(self) -> Sequence[Line]:
-        """Return a line per pair."""
-        return sample_lines(self.per_sample)
-
-
-def sample_conclusion(drifts: Sequence[LastLayer]) -> str:
-    """Return in how many samples, by exact intervals, the treatments drift less than their baselines."""
-    pairs, names = _pairs(drifts), pair_names(_pairs(drifts))
-    sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
-    baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
-    verdicts = [interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts]
-    shares = extremes([(name, drift.improved_share, text.percent(drift.improved_share, drift.improved_share_interval))
-                       for name, drift in zip(names, drifts, strict=True)])  # fmt: skip
-    few = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
-    words = {
-        1: (f"{treatment} drifts less than {baseline} in most samples", "in most"),
-        -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
-        0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
-    }
-    where = ["after the last layer", *_settings(drifts[0]), f"n = {counted(drifts[0].identity.samples, 'sample')}"]
-    clause = few if drifts[0].identity.samples < LEAST else tally(verdicts, words, "case")
-    return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
-
-
-def sample_lines(drifts: Sequence[LastLayer]) -> list[Line]:
-    """Return a line per pair."""
-    return [Line(name, (drift,)) for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]
+    def _drifts(self) -> Sequence[LastLayer]:
+        return self.per_sample
 
 
 def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:
@@ -339,4 +326,4 @@ def last_layer(
     for pairs in series:
         drifts = tuple(compare_samples(measured, identity(trace, pair, step), distance) for pair in pairs)
         members.append(SampleSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return SampleDrifts(tuple(members), _whole(trace, series, step))
+    return SampleDrifts(tuple(members), _joint_identity(trace, series, step))

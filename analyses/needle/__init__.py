@@ -1,1 +1,1 @@
-"""The question `needle`: is a hidden fact still found (figure 8)."""
+"""The question `needle`: retrieval of a hidden fact from evicted caches (paper, figure 8)."""

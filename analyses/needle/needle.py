@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
@@ -27,9 +27,9 @@ from perturbkv.analyses.needle.retrieval import (
     measures,
     retrieval,
 )
-from perturbkv.analyses.pairing import LEAST_CONFIGS, common, counted, short_names
+from perturbkv.analyses.pairing import LEAST_CONFIGS, common, plural, short_names
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
 from perturbkv.display import Part
 from perturbkv.trace import Trace
@@ -65,8 +65,8 @@ class Needle(Result):
     Attributes:
         identity: of the run.
         samples: names of the complete samples.
-        cells: (sample, 2) indices in the grid of each: depth and length.
-        measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S as it is).
+        cells: (sample, 2) indices of depth and length in the grid.
+        measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S without unit).
     """
 
     SECTION = "needle"
@@ -86,16 +86,16 @@ class Needle(Result):
     correlation: RetrievalCorrelations = column("rank correlations between perturbation and retrieval")
 
     def conclusion(self) -> str:
-        """Return what the best and the worst method find, and whether perturbation predicts it."""
+        """Return the shares that the best and the worst method find, and whether perturbation predicts them."""
         full = text.percent(self.full.score, self.full.score_interval)
-        prompts = f"n = {counted(self.identity.samples, 'prompt')}"
+        prompts = f"n = {plural(self.identity.samples, 'prompt')}"
         if not self.full.score:
             return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
         clauses = f"{self._retrieved()}; the full cache finds {full} ({prompts}); {self._predicted()}"
         return sentence(clauses, *self._names())
 
     def title(self) -> str:
-        """Return the haystack, the scenario and what all configurations share."""
+        """Return the haystack, the scenario and the shared choices."""
         return f"needle in {self.haystack}, {self.scenario}: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
@@ -103,7 +103,7 @@ class Needle(Result):
         return [Line(name, (method,)) for name, method in self._methods()]
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals."""
+        """Return the note on n and intervals."""
         return text.intervals_note(self.identity.samples, exact=True)
 
     def details(self) -> Sequence[Part]:
@@ -113,7 +113,7 @@ class Needle(Result):
         return [*above, self._by_length(), *self._ranks()]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per sample and method: what it found in [0, 1], and its measures; the full cache has none.
+        """Return a row per sample and method: scores in [0, 1] and measures, which the full cache lacks.
 
         `score` is 1 where the whole number was found, `digits` the share of its leading digits that are right.
         """
@@ -125,20 +125,20 @@ class Needle(Result):
             rows.append({**whole, **cell, **_outcomes(self.full, index)})
             for number, (config, method) in enumerate(zip(self.identity.configs, self.methods, strict=True)):
                 measured = {name: float(array[index, number]) for name, array in self.measured.items()}
-                rows.append({**columns_of(config), **cell, **_outcomes(method, index), **measured})
+                rows.append({**config_columns(config), **cell, **_outcomes(method, index), **measured})
         return rows
 
     def plot_digits(self, width_mm: float = 174) -> Figure:
         """Return maps of the share of leading digits that are right, length × depth, one per method."""
-        return self._drawn("Needle.plot_digits", width_mm)
+        return self._draw("Needle.plot_digits", width_mm)
 
     def plot_depths(self, width_mm: float = 174) -> Figure:
         """Return both shares by depth, over all lengths."""
-        return self._drawn("Needle.plot_depths", width_mm)
+        return self._draw("Needle.plot_depths", width_mm)
 
     def plot_correlation(self, width_mm: float = 174) -> Figure:
         """Return the rank correlation of every measure with both outcomes."""
-        return self._drawn("Needle.plot_correlation", width_mm)
+        return self._draw("Needle.plot_correlation", width_mm)
 
     def _names(self) -> list[str]:
         return [name or "evicted" for name in short_names(self.identity.configs)]
@@ -159,7 +159,7 @@ class Needle(Result):
         few = [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in self.correlation.too_few]
         if not self.correlation.budgets:
             return [*few]
-        answered = f"{counted(self.correlation.samples, 'prompt')} that the full cache answers"
+        answered = f"{plural(self.correlation.samples, 'prompt')} that the full cache answers"
         title = f"Spearman's ρ between the methods of one prompt, first decode step, {answered}"
         budgets = self.correlation.budgets
         return [
@@ -173,7 +173,7 @@ class Needle(Result):
         ]
 
     def _retrieved(self) -> str:
-        """Return the method that finds least and the one that finds most."""
+        """Return the methods that find most and least, with their shares."""
         ordered = sorted(zip(self._names(), self.methods, strict=True), key=lambda pair: pair[1].score)
         (worst, least), (best, most) = ordered[0], ordered[-1]
         shares = [text.percent(method.score, method.score_interval) for method in (least, most)]
@@ -186,7 +186,7 @@ class Needle(Result):
         return f"{best} finds {shares[1]} of the numbers, {worst} {shares[0]}{unsure}"
 
     def _predicted(self) -> str:
-        """Return whether the methods with more perturbation at the first step find less."""
+        """Return whether methods with more perturbation at the first step find less."""
         correlations = [budget.principal() for budget in self.correlation.budgets]
         known = [each for each in correlations if not isnan(each.rho)]
         if not known:
@@ -194,15 +194,15 @@ class Needle(Result):
             return f"whether those that perturb more find less cannot be said: {few}"
         rho = extremes([("", each.rho, text.decimal(each.rho, each.rho_interval)) for each in known])
         prompts = min(each.deciding for each in known)
-        number = f"ρ = {rho} (n = {counted(prompts, 'deciding prompt')})"
-        if prompts < LEAST:
+        number = f"ρ = {rho} (n = {plural(prompts, 'deciding prompt')})"
+        if prompts < MIN_SAMPLES:
             return f"too few samples to decide whether those that perturb more find fewer digits: {number}"
         verdicts = [interval_verdict(each.rho_interval, 0) for each in known]
         return f"{tally(verdicts, _CLAUSES, 'budget')}: {number}"
 
 
 def needle(trace: Trace) -> Needle:
-    """Compare what caches retrieve of a number hidden in a long text (paper, appendix E, figure 8).
+    """Compare how well caches retrieve a number hidden in a long text (paper, appendix E, figure 8).
 
     Shares of prompts, and of leading digits, in [0, 1], by depth and length: (depth, length). Spearman's ρ between each
     measure of the first decode step and both outcomes, across the methods of one prompt and one budget (METHOD: the
@@ -225,7 +225,7 @@ def needle(trace: Trace) -> Needle:
     by_measure = measures(measured)
     return Needle(
         identity=identity(trace, trace.run.configs),
-        samples=tuple(name for name, complete in zip(trace.sample_ids, trace.ok, strict=True) if complete),
+        samples=measured.sample_ids,
         cells=cells_of(trace),
         lengths=lengths,
         depths=depths,
@@ -251,6 +251,6 @@ def _outcomes(method: Retrieval, sample: int) -> dict[str, float]:
 
 
 def _overlap(least: Retrieval, most: Retrieval) -> bool:
-    """Return whether the exact intervals of two methods share anything; False for a single prompt, which has none."""
+    """Return whether the exact intervals of two methods overlap; False for a single prompt, which has none."""
     low, high = most.score_interval, least.score_interval
     return low is not None and high is not None and low.low <= high.high

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
+from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, Scalar, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, OptionalInterval, share_kind
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -29,14 +29,14 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
 OUTCOMES = {"score": "whole number", "digits": "leading digits"}
-"""Exactly right, and the share of leading digits that are."""
+"""Outcomes of an answer: the exact number, and the share of its leading digits that are right."""
 CIRCULAR = {
     **measurements.CIRCULAR_MEASURES,
     "kl_all": "KL, nat, all steps",
     "drift_all": "drift, all steps",
     "propagated_all": "propagated L1, all steps",
 }
-"""Measures of the answer's own tokens: nearly the score itself. The first two are of the step that gives the first."""
+"""Measures of the answer's own tokens: nearly the score itself. The first two are of the step that gives its first."""
 _BY_DEPTH, _GRID = ("depth",), ("depth", "length")
 _RANKED = ("sample", "config")
 
@@ -53,11 +53,11 @@ class Retrieval(Record):
     config: EvictionConfig | None = column("whose answers these are; null: the full cache's")
     answers: dict[str, Floats]
     score: float = column("share of the prompts whose number is found", unit="share", heading="#number\nfound")
-    score_interval: Scalar = column("exact, over samples")
+    score_interval: OptionalInterval = column("exact, over samples")
     digits: float = column(
         "mean share of the number's leading digits that are right", unit="share", heading="#leading\ndigits"
     )
-    digits_interval: Scalar = interval()
+    digits_interval: OptionalInterval = interval()
     by_depth: Floats = column("(depth) score over all lengths", dims=_BY_DEPTH)
     by_depth_interval: Band = column("exact, over samples")
     digits_by_depth: Floats = column("(depth) digits over all lengths", dims=_BY_DEPTH)
@@ -92,7 +92,7 @@ class RetrievalCorrelation(Record):
     )
     outcome: str = column("score or digits", heading="outcome", text=lambda name: OUTCOMES[name])
     rho: float = column("Spearman's ρ, mean over prompts; null where no prompt decides", heading="#ρ")
-    rho_interval: Scalar = column("over prompts", key="interval")
+    rho_interval: OptionalInterval = column("over prompts", key="interval")
     deciding: int = column(
         "prompts in which configurations differ in outcome and in the measure; only these have ranks", heading="#n"
     )
@@ -134,7 +134,7 @@ class RankedBudget(Record):
         return [each for each in (*self.correlations, *self.circular) if each.outcome == outcome]
 
     def principal(self) -> RetrievalCorrelation:
-        """Return that of propagated perturbation and digits: the whole number is lost with its first digit."""
+        """Return the correlation of propagated perturbation with digits, as one digit alone loses the whole number."""
         (only,) = [each for each in self.by_outcome("digits") if each.measure == "propagated"]
         return only
 
@@ -153,7 +153,7 @@ class RetrievalCorrelations(Record):
 
 
 def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
-    """Return what the full cache's answers hold, then what every configuration's do.
+    """Return the retrieval of the full cache, then of every configuration.
 
     Raises TraceError for a run that is not of needles with answers.
     """
@@ -185,9 +185,9 @@ def _retrieval(
         config=config,
         answers=answers,
         score=float(answers["score"].mean()),
-        score_interval=intervals.of_samples(answers["score"] > 0),
+        score_interval=intervals.of_share(answers["score"] > 0),
         digits=float(answers["digits"].mean()),
-        digits_interval=intervals.of_mean(answers["digits"], share_of(0)),
+        digits_interval=intervals.of_mean(answers["digits"], share_kind(0)),
         by_depth=_cell_means(answers["score"], depth_alone, (len(depths), 1))[:, 0],
         by_depth_interval=_depth_intervals(answers["score"], cells[:, 0], len(depths)),
         digits_by_depth=_cell_means(answers["digits"], depth_alone, (len(depths), 1))[:, 0],
@@ -211,7 +211,7 @@ def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def cells_of(trace: Trace) -> NDArray[np.int64]:
-    """Return (sample, 2) grid indices of each complete sample, depth and length: samples go through them in turns."""
+    """Return (sample, 2) grid indices of depth and length of each complete sample; samples take the cells in turns."""
     lengths, depths = grid_of(trace)
     cells = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
     return np.stack([cells % len(depths), cells // len(depths)], axis=1)
@@ -219,7 +219,7 @@ def cells_of(trace: Trace) -> NDArray[np.int64]:
 
 def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Band:
     """Return exact intervals of each depth's share: NaN where fewer than two prompts fell, None where all are NaN."""
-    each = [intervals.of_samples(score[depth == index] > 0) for index in range(depths)]
+    each = [intervals.of_share(score[depth == index] > 0) for index in range(depths)]
     if not any(each):
         return None
     low, high = ([np.nan if one is None else getattr(one, end) for one in each] for end in ("low", "high"))
@@ -234,7 +234,7 @@ def _cell_means(values: Floats, cells: NDArray[np.int64], shape: tuple[int, int]
 
 
 def check_scored(trace: Trace) -> None:
-    """Raise TraceError unless numbers were expected, each of which was found or was not: scores of 0 and 1."""
+    """Raise TraceError unless all expected answers are numbers, with scores of 0 or 1."""
     names = ("score_full", "score", "digits_full")
     full, evicted, digits = (np.asarray(trace.get(name, ANALYSIS), dtype=np.float64) for name in names)
     unscored = np.isnan(full) | np.isnan(digits)
@@ -265,7 +265,7 @@ def measures(measured: Measurements) -> dict[str, Floats]:
         "drift_all": _mean_over_steps(drift, steps),
         "propagated_all": _mean_over_steps(moved, steps),
     }
-    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.alike_first_steps(trace, later)}
+    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.equalise_identical_runs(trace, later)}
 
 
 def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
@@ -275,11 +275,11 @@ def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
 
 
 def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> RetrievalCorrelations:
-    """Return the correlations of the `measures` of a run with its answers. Raises TraceError where it lacks these."""
+    """Return the correlations of a run's `measures` with its answers. Raises TraceError for a trace without answers."""
     answered = measured["score_full"] == 1
     outcomes = {name: measured[name][answered] for name in OUTCOMES}
     answered_measures = {name: array[answered] for name, array in by_measure.items()}
-    run, budgets = measured.trace.run, ranked_together(measured.trace.run.configs)
+    run, budgets = measured.trace.run, comparable_groups(measured.trace.run.configs)
     return RetrievalCorrelations(
         samples=int(answered.sum()),
         left_out=int((~answered).sum()),

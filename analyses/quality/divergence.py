@@ -16,10 +16,10 @@ import numpy as np
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import above_full
 from perturbkv.analyses.columns import Line, column, record
-from perturbkv.analyses.identity import RunIdentity, of_answers
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.identity import RunIdentity, answers_identity
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, short_names
+from perturbkv.analyses.pairing import common, method_names, plural
 from perturbkv.analyses.quality.divergence_point import AT_START, MOST_SPANS, DivergencePoint, divergence_point, spans
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import extremes, sample_note, sentence
@@ -31,9 +31,9 @@ ANALYSIS = "divergence"
 
 @record
 class Divergence(Result):
-    """Every configuration's answers beside the full cache's."""
+    """The divergence of every configuration's answers from the full cache's."""
 
-    SECTION = "divergence"
+    SECTION = "quality --divergence"
     DOCUMENT = "about answers"
     SHOWN = ("cache_share", "equal_share", "median_first_difference", "mean_rouge_l", "kl", "same_token")
 
@@ -57,11 +57,11 @@ class Divergence(Result):
                 f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"
             ]
         else:
-            counts = [(name, median, counted(int(median), "token")) for name, median in medians]
+            counts = [(name, median, plural(int(median), "token")) for name, median in medians]
             clauses = [f"the median answer first differs from the full cache's after {extremes(counts, 'with')}"]
-        forced = [(name, one.kl, _nat(one)) for name, one in named if one.kl is not None]
+        forced = [(name, one.kl, _format_kl(one)) for name, one in named if one.kl is not None]
         if forced:
-            answers = counted(self._read, "answer")
+            answers = plural(self._answer_count, "answer")
             clauses.append(
                 f"where every cache reads the full one's, the median KL of {answers} is {extremes(forced, 'with')}"
             )
@@ -71,7 +71,7 @@ class Divergence(Result):
         """Return how long answers are, how often caches were compressed, and what all configurations share."""
         every = f"compressed again above {self.compress_every:,} entries" if self.compress_every else "compressed once"
         least, most = min(self.lengths), max(self.lengths)
-        length = counted(most, "token") if least == most else f"{least:,} to {counted(most, 'token')}"
+        length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
         return " · ".join(filter(None, (f"answers of {length}", every, common(self.identity.configs))))
 
     def lines(self) -> Sequence[Line]:
@@ -91,7 +91,7 @@ class Divergence(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return KL at the end of answers, what differences and KL are, and the noise floor."""
+        """Return KL in the last third of answers, what differences and KL are, and the noise floor."""
         parts: list[Part] = [
             "An answer that ends before the other differs there; never: no token differs, to the end or to the longest "
             "answer that was generated."
@@ -101,8 +101,8 @@ class Divergence(Result):
                 0, columns.table("reading the full cache's answer", self.lines(), ("kl", "kl_last"), self.FIRST)
             )
             parts.append(
-                f"KL and same next token are of the {counted(self._read, 'answer')} with any token. Everything kept: "
-                f"{np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
+                f"KL and same next token are of the {plural(self._answer_count, 'answer')} with any token. "
+                f"Everything kept: {np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
             )
         return [*parts, text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)]
 
@@ -110,7 +110,7 @@ class Divergence(Result):
         """Return a row per configuration and sample; `first_difference` is infinite where no token differs."""
         return [
             {
-                **columns_of(one.config),
+                **config_columns(one.config),
                 "sample": sample,
                 "tokens_full": self.lengths[index],
                 "first_difference": float(one.first_difference[index]),
@@ -123,16 +123,16 @@ class Divergence(Result):
         ]
 
     @property
-    def _read(self) -> int:
-        """How many samples have an answer of the full cache's to read."""
+    def _answer_count(self) -> int:
+        """The number of samples whose full answer has any token."""
         return sum(length > 0 for length in self.lengths)
 
     def _named(self) -> list[tuple[str, DivergencePoint]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
+        names = method_names(self.identity.configs)
         return list(zip(names, self.configs, strict=True))
 
     def _with_shares(self) -> tuple[list[tuple[str, DivergencePoint]], str]:
-        """Return the configurations by name, and cache shares: of all, or behind each name where they differ."""
+        """Return the configurations by name, and their cache share; where shares differ, each behind its name."""
         start = " at the start" if self.compress_every else ""
         shares = [f"cache share {text.cache_share(one.cache_share)}{start}" for one in self.configs]
         if len(set(shares)) == 1:
@@ -164,7 +164,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     read = rows if followed else tuple({**row, "divergence": None} for row in rows)
     floors = spans([row["divergence"]["noise_floor"] for row in rows], span) if followed else np.zeros((1, 0))
     return Divergence(
-        identity=of_answers(answers),
+        identity=answers_identity(answers),
         samples=tuple(row["sample"] for row in rows),
         compress_every=answers.compress_every,
         lengths=lengths,
@@ -174,7 +174,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     )
 
 
-def _nat(one: DivergencePoint) -> str:
+def _format_kl(one: DivergencePoint) -> str:
     """Return '0.22 nat [0.1, 0.3]'."""
-    value, _, ends = text.significant(one.kl or 0.0, one.kl_interval).partition("\n")
+    value, _, ends = text.three_digits(one.kl or 0.0, one.kl_interval).partition("\n")
     return f"{value} nat {ends}".rstrip()

@@ -1,6 +1,6 @@
-"""Divergence points: one configuration's answers, and its reading of the full cache's answer, beside the full cache.
+"""Divergence points: one configuration's own answers, and its predictions along the full cache's answer.
 
-ROUGE-L of two texts: the longest common subsequence of words (Lin, 2004, section 3).
+Texts are compared by ROUGE-L: the longest common subsequence of words (Lin, 2004, section 3).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from perturbkv.analyses import text as words
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Band, Interval, Scalar
+from perturbkv.analyses.stats.intervals import Band, Interval, OptionalInterval
 from perturbkv.configs.eviction import EvictionConfig
 
 _WORDS = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
-"""Letters and digits that stand together; in scripts without spaces, each sign."""
+"""A word: letters and digits without a space; in scripts without spaces, each character."""
 
 
 def rouge_l(text: str, reference: str) -> float:
     """Return F1 of the longest common subsequence of words, in lower case and without punctuation, in [0, 1].
 
-    Of two texts without words 1 where both are the same, else 0.
+    Two texts without words have 1 where they are equal, else 0.
     """
-    own, wanted = (_WORDS.findall(part.lower()) for part in (text, reference))
-    if not own or not wanted:
+    first, second = (_WORDS.findall(part.lower()) for part in (text, reference))
+    if not first or not second:
         return float(text.strip() == reference.strip())
-    return 2 * _longest_common(own, wanted) / (len(own) + len(wanted))
+    return 2 * _longest_common(first, second) / (len(first) + len(second))
 
 
 def _longest_common(first: list[str], second: list[str]) -> int:
@@ -48,20 +48,20 @@ def _longest_common(first: list[str], second: list[str]) -> int:
     return len(first) - (row & whole).bit_count()
 
 
-_BETWEEN = intervals.share_of(0)
+_BETWEEN = intervals.share_kind(0)
 """A mean over samples of numbers from 0 to 1."""
 MOST_SPANS = 32
 AT_START = "Cache shares are those at the start of the answers."
-"""A caveat where caches are compressed again while they answer."""
+"""The caveat where caches are compressed again while they answer."""
 Row = Mapping[str, Any]
 
 
-def _tokens(value: float, ends: Scalar = None) -> str:
+def _format_tokens(value: float, ends: OptionalInterval = None) -> str:
     """Return a number of tokens, or never, with its interval."""
-    return _count(value) + words.ends(ends, _count, " ")
+    return _format_count(value) + words.interval_text(ends, _format_count, " ")
 
 
-def _count(value: float) -> str:
+def _format_count(value: float) -> str:
     return "never" if isinf(value) else f"{value:,.0f}"
 
 
@@ -75,11 +75,11 @@ class ForcedReading(Record):
     SECTION = "forced reading of a configuration"
 
     kl: Floats = column("per sample: mean over the answer's steps", unit="nat", dims=("sample",))
-    kl_interval: Scalar = interval("of the median over samples")
+    kl_interval: OptionalInterval = interval("of the median over samples")
     last: Floats = column("per sample: mean over the last third of its steps", unit="nat", dims=("sample",))
-    last_interval: Scalar = interval("of the median over samples")
+    last_interval: OptionalInterval = interval("of the median over samples")
     top1: Floats = column("per sample: share of steps at which both would take the same token", dims=("sample",))
-    top1_interval: Scalar = interval("of the mean over samples")
+    top1_interval: OptionalInterval = interval("of the mean over samples")
     curve: Floats = column("median over samples of the mean KL over the steps of each span", unit="nat", dims=("span",))
     curve_interval: Band = interval("of the curve; NaN where the samples are too few for the first span's kind")
 
@@ -115,15 +115,15 @@ class DivergencePoint(Record):
         "end; null: none differs",
         dims=("sample",),
     )
-    equal_share_interval: Scalar = interval("of the share of equal answers, exact")
+    equal_share_interval: OptionalInterval = interval("of the share of equal answers, exact")
     median_first_difference: float = column(
         "median over samples of the tokens before the first that differs, the lower of two middle ones; null: none "
         "differs",
-        heading="#first\ndifference", text=_tokens,
+        heading="#first\ndifference", text=_format_tokens,
     )  # fmt: skip
-    median_first_difference_interval: Scalar = interval("of it; an end that is null lies beyond every answer")
+    median_first_difference_interval: OptionalInterval = interval("of it; an end that is null lies beyond every answer")
     rouge_l: Floats = column("per sample: ROUGE-L (F1 of words) against the full cache's answer", dims=("sample",))
-    mean_rouge_l_interval: Scalar = interval("of the mean ROUGE-L")
+    mean_rouge_l_interval: OptionalInterval = interval("of the mean ROUGE-L")
     forced: ForcedReading | None = column("its reading of the full cache's answer, where that was measured")
 
     @property
@@ -141,23 +141,23 @@ class DivergencePoint(Record):
         """Mean over samples of ROUGE-L (F1 of the longest common sequence of words) against the full cache's answer."""
         return float(self.rouge_l.mean())
 
-    @derived(heading="#KL,\nnat", json=False, text=words.significant)
+    @derived(heading="#KL,\nnat", json=False, text=words.three_digits)
     def kl(self) -> float | None:
         """Median over samples of KL(full ‖ evicted), mean over the steps of the full cache's answer."""
         return self.forced.median_kl if self.forced else None
 
     @property
-    def kl_interval(self) -> Scalar:
+    def kl_interval(self) -> OptionalInterval:
         """Interval of the median KL."""
         return self.forced.kl_interval if self.forced else None
 
-    @derived(heading="#KL,\nlast third", json=False, text=words.significant)
+    @derived(heading="#KL,\nlast third", json=False, text=words.three_digits)
     def kl_last(self) -> float | None:
-        """The same over the last third of each answer's own steps."""
+        """Median over samples of KL(full ‖ evicted), mean over the last third of each answer's steps."""
         return self.forced.median_last if self.forced else None
 
     @property
-    def kl_last_interval(self) -> Scalar:
+    def kl_last_interval(self) -> OptionalInterval:
         """Interval of the median KL over the last third."""
         return self.forced.last_interval if self.forced else None
 
@@ -167,7 +167,7 @@ class DivergencePoint(Record):
         return self.forced.mean_top1 if self.forced else None
 
     @property
-    def same_token_interval(self) -> Scalar:
+    def same_token_interval(self) -> OptionalInterval:
         """Interval of the mean share of same tokens."""
         return self.forced.top1_interval if self.forced else None
 
@@ -175,7 +175,7 @@ class DivergencePoint(Record):
         """Return (tokens + 1,) shares of samples in whose first 0, 1, … tokens none differs, and their exact band."""
         counts = (self.first_difference >= np.arange(tokens + 1)[:, None]).sum(axis=1)
         samples = len(self.first_difference)
-        ends = [intervals.of_samples(np.arange(samples) < count) for count in range(samples + 1)]
+        ends = [intervals.of_share(np.arange(samples) < count) for count in range(samples + 1)]
         known = [end for end in ends if end is not None]
         if not known:
             return counts / samples, None
@@ -187,57 +187,60 @@ def spans(values: Sequence[Sequence[float]], span: int) -> Floats:
     """Return (sample, span) means over `span` steps of each sample's values; NaN where a sample has none of them."""
     count = -(-max(map(len, values)) // span)
     return np.array(
-        [[_mean(one[index * span : (index + 1) * span]) for index in range(count)] for one in values], dtype=np.float64
+        [[_mean_or_nan(one[index * span : (index + 1) * span]) for index in range(count)] for one in values],
+        dtype=np.float64,
     ).reshape(len(values), count)
 
 
+def mean_cache_share(rows: Sequence[Row], label: str) -> float:
+    """Return a configuration's mean cache share over samples; NaN where the rows lack it."""
+    return float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in rows]))
+
+
 def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> DivergencePoint:
-    """Return one configuration over all samples; `span` steps of an answer make one point of the curve."""
+    """Return the divergence point of one configuration; `span` steps of an answer make one point of the KL curve."""
     label = config.label()
-    shares = [row["evicted"][label].get("held_share", np.nan) for row in rows]
     pairs = [(row["full"]["tokens"], row["evicted"][label]["tokens"]) for row in rows]
     first = np.array([_first_difference(full, evicted) for full, evicted in pairs])
     rouge = np.array([rouge_l(row["evicted"][label]["text"], row["full"]["text"]) for row in rows])
-    middle = intervals.of_medians(first[:, None])
     return DivergencePoint(
         config=config,
-        cache_share=float(np.mean(shares)),
+        cache_share=mean_cache_share(rows, label),
         first_difference=first,
-        equal_share_interval=intervals.of_samples(np.isinf(first)),
+        equal_share_interval=intervals.of_share(np.isinf(first)),
         median_first_difference=float(np.quantile(first, 0.5, method="lower")),
-        median_first_difference_interval=None if middle is None else middle.at(0),
+        median_first_difference_interval=intervals.of_median(first),
         rouge_l=rouge,
         mean_rouge_l_interval=intervals.of_mean(rouge, _BETWEEN),
-        forced=None if rows[0].get("divergence") is None else _forced(rows, label, span),
+        forced=None if rows[0].get("divergence") is None else _forced_reading(rows, label, span),
     )
 
 
-def _forced(rows: Sequence[Row], label: str, span: int) -> ForcedReading:
+def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading:
     read = [row["divergence"]["caches"][label] for row in rows]
-    kl, top1 = (np.array([_mean(one[name]) for one in read]) for name in ("kl", "top1"))
-    last = np.array([_mean(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
+    kl, top1 = (np.array([_mean_or_nan(one[name]) for one in read]) for name in ("kl", "top1"))
+    last = np.array([_mean_or_nan(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
     curves = spans([one["kl"] for one in read], span)
     return ForcedReading(
         kl=kl,
-        kl_interval=_of_median(kl),
+        kl_interval=_median_interval(kl),
         last=last,
-        last_interval=_of_median(last),
+        last_interval=_median_interval(last),
         top1=top1,
         top1_interval=intervals.of_mean(top1, _BETWEEN),
         curve=np.nanmedian(curves, axis=0),
-        curve_interval=_of_medians(curves),
+        curve_interval=_median_intervals(curves),
     )
 
 
-def _of_median(each: Floats) -> Scalar:
+def _median_interval(each: Floats) -> OptionalInterval:
     """Return the interval of the median over the samples (sample,) that are not NaN."""
-    band = intervals.of_medians(each[~np.isnan(each), None])
-    return None if band is None else band.at(0)
+    return intervals.of_median(each[~np.isnan(each)])
 
 
-def _of_medians(curves: Floats) -> Band:
-    """Return the band of each span's median over the samples (sample, span); NaN where its kind is not the first's."""
-    each = [_of_median(one) for one in curves.T]
+def _median_intervals(curves: Floats) -> Band:
+    """Return the intervals of each span's median over (sample, span) values; NaN where its kind is not the first's."""
+    each = [_median_interval(values) for values in curves.T]
     if not each or each[0] is None:
         return None
     kind = each[0].kind
@@ -253,5 +256,5 @@ def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:
     return float(next((index for index, (one, other) in pairs if one != other), min(len(full), len(evicted))))
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_or_nan(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else np.nan

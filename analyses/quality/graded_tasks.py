@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, Measurements, only_alike, scores
-from perturbkv.analyses.multi_trace import check_once
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, scores
+from perturbkv.analyses.multi_trace import check_no_duplicate_prompts
+from perturbkv.analyses.pairing import plural
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.configs.task_kinds import KINDS, NEEDLE, OTHERS, kind_of
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-_OWN = {NEEDLE: frozenset({"exact-number"})}
+_OWN_METRICS = {NEEDLE: frozenset({"exact-number"})}
 """Metrics of data sets whose runs record no wording."""
 
 
@@ -48,18 +48,18 @@ class Terms:
     own_chats: frozenset[bool]
 
 
-Named = Sequence[tuple[str, Terms]]
-"""Data sets by their names in tables."""
+NamedTerms = Sequence[tuple[str, Terms]]
+"""The terms of data sets, by the data sets' names in tables."""
 
 
 def terms(run: RunConfig) -> Terms:
-    """Return the terms of a run."""
-    recorded = _recorded(run)
+    """Return the terms of a run's scores."""
+    recorded = _recorded_wording(run)
     own = frozenset(_metric(str(one["metric"])) for one in recorded.values() if "metric" in one)
     lengths = ((name, one["generation_length"]) for name, one in recorded.items() if "generation_length" in one)
     return Terms(
         metrics=frozenset(run.dataset_options.get(METRICS, ())),
-        own_metrics=own or _OWN.get(run.dataset, frozenset()),
+        own_metrics=own or _OWN_METRICS.get(run.dataset, frozenset()),
         answer=run.generate,
         own_answers=tuple(sorted(lengths)),
         max_tokens=run.max_tokens,
@@ -68,8 +68,8 @@ def terms(run: RunConfig) -> Terms:
     )
 
 
-def _recorded(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return LongBench's or RULER's data set -> its wording; needle's is a list of sentences, which name no terms."""
+def _recorded_wording(run: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return data set -> recorded wording, of LongBench and RULER; needle's is a list of sentences without terms."""
     wording = run.dataset_options.get("wording", {})
     return {name: one for name, one in wording.items() if isinstance(one, dict)}
 
@@ -79,11 +79,11 @@ def _metric(function: str) -> str:
     return function.removeprefix("get_").removesuffix("_with_score")
 
 
-def graded_by(named: Named) -> str:
-    """Return 'the data sets' own metrics (qa_f1, rouge)', or the metric of each data set."""
+def metrics_text(named: NamedTerms) -> str:
+    """Return 'the data sets' own metrics (qa_f1, rouge)', or each data set's metric."""
     own = [one for one in named if one[1].metrics and one[1].metrics == one[1].own_metrics]
     foreign = [one for one in named if one not in own]
-    parts = [_with_names(metrics, names, named) for metrics, names in _grouped(foreign, _metrics)]
+    parts = [_with_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics)]
     if own:
         metrics = ", ".join(sorted({metric for _, one in own for metric in one.metrics}))
         parts.append(
@@ -92,45 +92,47 @@ def graded_by(named: Named) -> str:
     return ", ".join(parts)
 
 
-def departures(named: Named) -> list[str]:
+def term_notes(named: NamedTerms) -> list[str]:
     """Return a sentence for each of answers' length, cut and chat template that is not the data sets' own."""
-    return list(filter(None, (_lengths(named), _cuts(named), *_chats(named))))
+    return list(filter(None, (_length_note(named), _cut_note(named), *_chat_notes(named))))
 
 
 def _metrics(one: Terms) -> str:
     return ", ".join(sorted(one.metrics)) or "a metric that the trace does not name"
 
 
-def _lengths(named: Named) -> str:
+def _length_note(named: NamedTerms) -> str:
     """Return the lengths of answers where the data sets have none of their own, or another one."""
     other = [(name, one) for name, one in named if {length for _, length in one.own_answers} != {one.answer}]
-    used = [_with_names(part, names, named) for part, names in _grouped(other, lambda one: f"{one.answer:,} tokens")]
+    used = [
+        _with_names(part, names, named) for part, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
+    ]
     own = sorted({kept for _, one in other for kept in one.own_answers if kept[1] != one.answer})
     lengths = f" (own lengths: {', '.join(f'{name} {length}' for name, length in own)})" if own else ""
     return f"Answers: at most {', '.join(used)}{lengths}." if used else ""
 
 
-def _cuts(named: Named) -> str:
+def _cut_note(named: NamedTerms) -> str:
     if all(one.max_tokens is None for _, one in named):
         return ""
-    return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _grouped(named, _cut))}."
+    return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _group_names(named, _cut))}."
 
 
 def _cut(one: Terms) -> str:
     return "uncut" if one.max_tokens is None else f"cut to at most {one.max_tokens:,} tokens"
 
 
-def _chats(named: Named) -> list[str]:
-    """Return with or without a chat template where the data sets go otherwise."""
+def _chat_notes(named: NamedTerms) -> list[str]:
+    """Return a sentence where the chat template is used otherwise than the data sets have it."""
     other = [(name, one) for name, one in named if one.own_chats != {one.chat}]
-    return [f"{_with_names(part, names, named)}." for part, names in _grouped(other, _chat)]
+    return [f"{_with_names(part, names, named)}." for part, names in _group_names(other, _chat)]
 
 
 def _chat(one: Terms) -> str:
     return "With a chat template" if one.chat else "Without a chat template"
 
 
-def _grouped(named: Named, describe: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
+def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
     """Return each description with the names of its data sets."""
     groups: dict[str, list[str]] = {}
     for name, one in named:
@@ -138,8 +140,8 @@ def _grouped(named: Named, describe: Callable[[Terms], str]) -> list[tuple[str, 
     return list(groups.items())
 
 
-def _with_names(description: str, names: Sequence[str], named: Named) -> str:
-    """Return 'f1 (mine, yours)'; where all are alike without their names."""
+def _with_names(description: str, names: Sequence[str], named: NamedTerms) -> str:
+    """Return 'f1 (mine, yours)', without names where all data sets are meant."""
     return description if len(names) == len(named) else f"{description} ({', '.join(names)})"
 
 
@@ -158,13 +160,13 @@ class Task:
         kind: of task, one of `KINDS`.
         samples: names of the complete samples.
         failed: how many others there are.
-        terms: on which they were asked and graded.
+        terms: of their scores.
         full: (sample,) scores of the full cache's answers, in [0, 1].
         evicted: (sample, config) of the configurations that all traces share.
         cache_shares: (sample, config) entries of the cache over those of the full one; NaN where the trace lacks them.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
-        alike: samples whose full answer has no token but one that all caches share, as `about_first_token` says.
+        alike: samples whose full answer has no token but one that all caches share, as `first_token_note` says.
     """
 
     name: str
@@ -184,11 +186,11 @@ class Task:
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
     """Return one task per trace, those of a kind together. Raises TraceError for answers that are not graded."""
     names = _names([trace.run.dataset for trace in traces])
-    made = [
+    each = [
         _task(name, trace, [trace.run.configs.index(config) for config in configs])
         for name, trace in zip(names, traces, strict=True)
     ]
-    return tuple(sorted(made, key=lambda task: KINDS.index(task.kind)))
+    return tuple(sorted(each, key=lambda task: KINDS.index(task.kind)))
 
 
 def _task(name: str, trace: Trace, indices: list[int]) -> Task:
@@ -208,7 +210,7 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         cache_shares=measured.cache_shares_by_sample[:, indices],
         propagated=np.asarray(perturbation / norms[:, None])[:, indices],
         kl=measured["logit_kl"][:, indices],
-        alike=int(only_alike(trace).sum()),
+        alike=int(has_only_first_token(trace).sum()),
     )
 
 
@@ -224,7 +226,7 @@ def _kind(run: RunConfig) -> str:
     return kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind
 
 
-def shared(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
+def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     """Return the configurations that all traces hold, in the first one's order.
 
     Raises TraceError, which names the trace, for none at all, a data set or a prompt that is there twice, runs of other
@@ -238,15 +240,15 @@ def shared(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     each = [trace.run.configs for trace in traces]
     common = tuple(config for config in each[0] if all(config in configs for configs in each))
     if not common:
-        got = ", ".join(f"{counted(len(configs), 'configuration')} in {_called(trace)}"
+        got = ", ".join(f"{plural(len(configs), 'configuration')} in {_trace_name(trace)}"
                         for configs, trace in zip(each, traces, strict=True))  # fmt: skip
         msg = f"expected traces that share a configuration, got {got}, none of them in all; measure the same ones"
         raise TraceError(msg)
     return common
 
 
-def left_out(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations that some of the traces hold and others lack."""
+def partial_configs(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
+    """Return the configurations that only some of the traces hold."""
     every = dict.fromkeys(config for trace in traces for config in trace.run.configs)
     return tuple(config for config in every if config not in configs)
 
@@ -257,7 +259,11 @@ def _check_alike(traces: Sequence[Trace]) -> None:
         for name in _SHARED:
             one, two = getattr(first.run, name), getattr(other.run, name)
             if one != two:
-                got = f"{one} in {_called(first)} and {two} in {_called(other)}" if name != "head_scores" else "others"
+                got = (
+                    f"{one} in {_trace_name(first)} and {two} in {_trace_name(other)}"
+                    if name != "head_scores"
+                    else "others"
+                )
                 msg = f"expected traces of one {name.replace('_', ' ')}, got {got}; look at them apart"
                 raise TraceError(msg)
 
@@ -267,13 +273,13 @@ def _check_distinct(traces: Sequence[Trace]) -> None:
     for trace in traces:
         if before := seen.get(trace.run.dataset):
             msg = (
-                f"expected traces of different data sets, got {trace.run.dataset} in {_called(before)} and in "
-                f"{_called(trace)}; leave one out"
+                f"expected traces of different data sets, got {trace.run.dataset} in {_trace_name(before)} and in "
+                f"{_trace_name(trace)}; leave one out"
             )
             raise TraceError(msg)
         seen[trace.run.dataset] = trace
-    check_once(traces, _called)
+    check_no_duplicate_prompts(traces, _trace_name)
 
 
-def _called(trace: Trace) -> str:
+def _trace_name(trace: Trace) -> str:
     return trace.source or f"the trace of {trace.run.dataset}"

@@ -1,4 +1,4 @@
-"""An external judge's verdicts: mean scores of every cache's answers, or wins and losses against the full cache's."""
+"""The verdicts of an external judge: mean scores of every cache's answers, or preferences against the full cache's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.budget.budget_axis import above_full
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
-from perturbkv.analyses.identity import RunIdentity, of_answers
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.identity import RunIdentity, answers_identity
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, counted, short_names
-from perturbkv.analyses.quality.divergence_point import AT_START
+from perturbkv.analyses.pairing import common, method_names, plural
+from perturbkv.analyses.quality.divergence_point import AT_START, mean_cache_share
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import LEAST, Kind, Scalar, difference_of
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, StatisticKind, difference_kind
 from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -25,9 +25,9 @@ from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.storage.judgements import TIE, Judge, Judgement
 
 _FREEDOM = 3 / 8
-"""As of a mean of shares. Drawing scores of 1 to 10, skewed and not, intervals of eight samples with the scale's limits
-hold the mean in 93 to 100 % of draws. Without a scale the limits are the scores given, which say nothing of others
-where a cache's are all alike: then there is no interval."""
+"""Degrees of freedom per sample, as of a mean of shares. For scores drawn from 1 to 10, skewed and not, intervals of
+eight samples with the scale's limits cover the mean in 93 to 100 % of draws. Without a scale the limits are the scores
+given, which bound nothing where a cache's scores are all equal: then there is no interval."""
 _FALLS = {
     1: ("the judge scores answers from evicted caches lower", "lower"),
     -1: ("the judge scores answers from evicted caches higher", "higher"),
@@ -47,10 +47,6 @@ class JudgeRequest(Record):
     scale: tuple[float, float] | None = column("least and largest score; null: any number")
 
 
-def _request(judge: Judge) -> JudgeRequest:
-    return JudgeRequest(**judge.record()["judge"])
-
-
 @record
 class ScoredCache(Record):
     """The judge's scores of one cache's answers.
@@ -66,9 +62,9 @@ class ScoredCache(Record):
         "entries of its cache over those of the full one, mean over samples", key="held_share", heading="#cache\nshare"
     )
     scores: Floats = column("per sample, in the judge's own unit", dims=("sample",))
-    mean_interval: Scalar = interval("of the mean; null where all scores are alike and no scale was given")
+    mean_interval: OptionalInterval = interval("of the mean; null where all scores are alike and no scale was given")
     drop: Floats
-    mean_drop_interval: Scalar = interval("of the mean drop; null likewise")
+    mean_drop_interval: OptionalInterval = interval("of the mean drop; null likewise")
 
     @derived(heading="#mean\nscore", text=text.decimal)
     def mean(self) -> float:
@@ -86,21 +82,21 @@ class ScoredCache(Record):
         return None if self.config is None else self.mean_drop
 
     @property
-    def shown_drop_interval(self) -> Scalar:
+    def shown_drop_interval(self) -> OptionalInterval:
         """Interval of the mean drop."""
         return self.mean_drop_interval
 
 
 @record
-class Judged(Result):
-    """Every cache's answers before one judge.
+class JudgeScores(Result):
+    """One judge's scores of every cache's answers.
 
     Attributes:
         compress_every: entries above which a cache was compressed again; None: never.
         judgements: with the judge's comments.
     """
 
-    SECTION = "judge"
+    SECTION = "quality --judge"
     DOCUMENT = "about answers"
     SHOWN = ("cache_share", "mean", "shown_drop")
     FIRST = "cache"
@@ -117,9 +113,9 @@ class Judged(Result):
         """Return whether evicted caches' answers are scored lower, and by how much."""
         drops = [(name, one.mean_drop, text.decimal(one.mean_drop, one.mean_drop_interval))
                  for name, one in self._named()]  # fmt: skip
-        alike = None if len(self.samples) < LEAST else 0  # without an interval nothing is decided
+        undecided = None if len(self.samples) < MIN_SAMPLES else 0
         verdicts = [
-            alike if one.mean_drop_interval is None else interval_verdict(one.mean_drop_interval, 0)
+            undecided if one.mean_drop_interval is None else interval_verdict(one.mean_drop_interval, 0)
             for one in self.configs
         ]
         few = "too few samples to decide whether the judge scores answers from evicted caches lower"
@@ -141,7 +137,7 @@ class Judged(Result):
         return text.intervals_note(len(self.samples))
 
     def caveats(self) -> Sequence[str]:
-        """Return the range of scores, and that what is all alike has no interval."""
+        """Return the range of the scores, and that equal scores have no interval."""
         every = np.concatenate([one.scores for one in (self.full, *self.configs)])
         limit = "" if self.judge.scale else ", beyond which no interval goes"
         return [
@@ -157,8 +153,8 @@ class Judged(Result):
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per answer: the judge's score and comment; of the full cache `config` is None."""
-        labels = {one.label(): columns_of(one) for one in self.identity.configs}
-        nobody = dict.fromkeys(columns_of(self.identity.configs[0]))
+        labels = {one.label(): config_columns(one) for one in self.identity.configs}
+        nobody = dict.fromkeys(config_columns(self.identity.configs[0]))
         return [
             {**labels.get(one.label or "", nobody), "sample": one.sample, "score": one.score, "comment": one.comment}
             for one in self.judgements
@@ -166,18 +162,18 @@ class Judged(Result):
 
     @property
     def _unbounded(self) -> bool:
-        """Whether some mean has no interval because all its samples are alike."""
+        """True where some mean has no interval because all its samples are equal."""
         ends = [self.full.mean_interval, *(end for one in self.configs
                                            for end in (one.mean_interval, one.mean_drop_interval))]  # fmt: skip
         return len(self.samples) > 1 and None in ends
 
     def _named(self) -> list[tuple[str, ScoredCache]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
+        names = method_names(self.identity.configs)
         return list(zip(names, self.configs, strict=True))
 
 
-def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Judged:
-    """Return the scores that a judge gave every answer."""
+def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> JudgeScores:
+    """Return the result of a judge's scores of every answer."""
     given = {(one.sample, one.label): one.score for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
 
@@ -190,22 +186,21 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
 
     def scored(config: EvictionConfig | None) -> ScoredCache:
         label = None if config is None else config.label()
-        own, shares = scores(label), [row["evicted"][label].get("held_share", np.nan) if label else 1.0
-                                      for row in answers.rows]  # fmt: skip
+        own = scores(label)
         drop = full - own
         return ScoredCache(
             config=config,
-            cache_share=float(np.mean(shares)),
+            cache_share=mean_cache_share(answers.rows, label) if label else 1.0,
             scores=own,
-            mean_interval=bounded(own, Kind(_FREEDOM, limits=limits), judge),
+            mean_interval=bounded_interval(own, StatisticKind(_FREEDOM, limits=limits), judge),
             drop=drop,
-            mean_drop_interval=bounded(drop, difference_of(width), judge),
+            mean_drop_interval=bounded_interval(drop, difference_kind(width), judge),
         )
 
     configs = tuple(scored(config) for config in answers.run.configs)
-    return Judged(
-        identity=of_answers(answers),
-        judge=_request(judge),
+    return JudgeScores(
+        identity=answers_identity(answers),
+        judge=JudgeRequest(**judge.record()["judge"]),
         samples=samples,
         compress_every=answers.compress_every,
         full=scored(None),
@@ -214,8 +209,8 @@ def judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement
     )
 
 
-def bounded(each: Floats, kind: Kind, judge: Judge) -> Scalar:
-    """Return the interval of a mean; None where all samples are alike and no scale bounds the others."""
+def bounded_interval(each: Floats, kind: StatisticKind, judge: Judge) -> OptionalInterval:
+    """Return the interval of a mean; None where all samples are equal and no scale bounds the scores."""
     return None if judge.scale is None and np.ptp(each) == 0 else intervals.of_mean(each, kind)
 
 
@@ -230,7 +225,7 @@ _LOSES = {
 
 @record
 class PreferredCache(Record):
-    """One configuration's answers against the full cache's."""
+    """The judge's preferences between one configuration's answers and the full cache's."""
 
     SECTION = "preferred cache"
 
@@ -240,8 +235,8 @@ class PreferredCache(Record):
     )
     outcomes: tuple[str, ...] = column("per sample, of the evicted cache's answer: win, tie or loss")
     shares: dict[str, float] = column("outcome → share of samples")
-    intervals: dict[str, Scalar] = column("outcome → exact interval of its share", key="share_intervals")
-    lost_interval: Scalar = interval("of the share of losses among decided samples, exact")
+    intervals: dict[str, OptionalInterval] = column("outcome → exact interval of its share", key="share_intervals")
+    lost_interval: OptionalInterval = interval("of the share of losses among decided samples, exact")
 
     @derived()
     def lost(self) -> float:
@@ -271,14 +266,14 @@ class PreferredCache(Record):
 
 @record
 class Preferences(Result):
-    """Every configuration's answers against the full cache's, before one judge.
+    """One judge's preferences between every configuration's answers and the full cache's.
 
     Attributes:
         compress_every: entries above which a cache was compressed again; None: never.
         judgements: with the judge's comments.
     """
 
-    SECTION = "judge --pairwise"
+    SECTION = "quality --judge --pairwise"
     DOCUMENT = "about answers"
     SHOWN = ("cache_share", "wins", "ties", "losses")
 
@@ -294,7 +289,7 @@ class Preferences(Result):
 
     def conclusion(self) -> str:
         """Return whose answers are preferred, and how often the evicted caches' lose."""
-        count = f"n = {counted(len(self.samples), 'sample')}"
+        count = f"n = {plural(len(self.samples), 'sample')}"
         if self.same == len(self.judgements):
             return f"All answers from evicted caches are the full cache's: the judge was asked nothing ({count})."
         shares = [(name, one.shares["loss"], text.percent(one.shares["loss"], one.intervals["loss"]))
@@ -313,13 +308,13 @@ class Preferences(Result):
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
-        return f"n = {counted(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
+        return f"n = {plural(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
 
     def caveats(self) -> Sequence[str]:
-        """Return how many pairs were decided by being the same, and how often the first shown won."""
+        """Return how many pairs were equal and not judged, and how often the answer shown first won."""
         return [
-            f"{counted(self.same, 'pair')} of the same text: ties, which the judge did not get.",
-            f"The answer shown first won {text.percent(self.first)} of {counted(self.pairs, 'decided pair')}.",
+            f"{plural(self.same, 'pair')} of the same text: ties, which the judge did not get.",
+            f"The answer shown first won {text.percent(self.first)} of {plural(self.pairs, 'decided pair')}.",
             *([AT_START] if self.compress_every else []),
             *above_full(one.cache_share for one in self.configs),
         ]
@@ -331,7 +326,7 @@ class Preferences(Result):
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per pair: outcome of the evicted cache's answer, the full cache's side, the comment."""
-        labels = {one.label(): columns_of(one) for one in self.identity.configs}
+        labels = {one.label(): config_columns(one) for one in self.identity.configs}
         return [
             {**labels[one.label or ""], "sample": one.sample, "outcome": one.outcome, "full_is": one.full_is,
              "comment": one.comment}
@@ -339,26 +334,25 @@ class Preferences(Result):
         ]  # fmt: skip
 
     def _named(self) -> list[tuple[str, PreferredCache]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
+        names = method_names(self.identity.configs)
         return list(zip(names, self.configs, strict=True))
 
 
-def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Preferences:
-    """Return the wins, ties and losses that a judge gave every pair."""
+def judge_preferences(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Preferences:
+    """Return the result of a judge's preferences in every pair."""
     given = {(one.sample, one.label): str(one.outcome) for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
     firsts = [one.first for one in judgements if one.first is not None]
     configs = []
     for config in answers.run.configs:
         outcomes = tuple(given[sample, config.label()] for sample in samples)
-        shares = [row["evicted"][config.label()].get("held_share", np.nan) for row in answers.rows]
-        configs.append(_preferred(config, float(np.mean(shares)), outcomes))
+        configs.append(_preferred_cache(config, mean_cache_share(answers.rows, config.label()), outcomes))
     first = float(np.mean(firsts)) if firsts else np.nan
     texts = [(row["full"]["text"], one["text"]) for row in answers.rows for one in row["evicted"].values()]
     same = sum(full == own for full, own in texts)
     return Preferences(
-        identity=of_answers(answers),
-        judge=_request(judge),
+        identity=answers_identity(answers),
+        judge=JudgeRequest(**judge.record()["judge"]),
         samples=samples,
         compress_every=answers.compress_every,
         configs=tuple(configs),
@@ -369,7 +363,7 @@ def preferred(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgem
     )
 
 
-def _preferred(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
+def _preferred_cache(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
     hits = {name: np.array([one == name for one in outcomes]) for name in OUTCOMES}
     played = hits["loss"][~hits[TIE]]
     return PreferredCache(
@@ -377,6 +371,6 @@ def _preferred(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) 
         cache_share=share,
         outcomes=outcomes,
         shares={name: float(hit.mean()) for name, hit in hits.items()},
-        intervals={name: intervals.of_samples(hit) for name, hit in hits.items()},
-        lost_interval=intervals.of_samples(played) if len(played) else None,
+        intervals={name: intervals.of_share(hit) for name, hit in hits.items()},
+        lost_interval=intervals.of_share(played) if len(played) else None,
     )

@@ -11,11 +11,11 @@ from typing import Any
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import APART, counted, pairs, ranked_together, short_names
+from perturbkv.analyses.pairing import APART, comparable_groups, method_names, pairs, plural, short_names
 from perturbkv.analyses.quality import score_tables
-from perturbkv.analyses.quality.graded_tasks import Task, left_out, shared, tasks
+from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
     AVERAGE,
     FULL,
@@ -33,7 +33,6 @@ from perturbkv.analyses.quality.score_columns import (
     score_column,
 )
 from perturbkv.analyses.quality.score_columns import layout as lay_out
-from perturbkv.analyses.quality.score_tables import ends, fixed, points
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import Words, interval_verdict, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
@@ -52,7 +51,7 @@ _ROUNDED = 0.005
 
 @record
 class ShownScore(Record):
-    """One line of a table of scores."""
+    """One line of a table of scores: a configuration, or the full cache."""
 
     cache_share: float = column(
         "entries of the cache over those of the full one, mean over data sets", heading="#cache\nshare"
@@ -65,18 +64,18 @@ class ShownScore(Record):
     def score(self) -> str:
         """Mean score of the answers × 100; *: the highest of its budget, granularity and protection, by looking."""
         if self.method is None:
-            return _hundredfold(self.full.full, self.full.full_interval)
-        return ("*" if self.method.best else "") + _hundredfold(self.method.score, self.method.score_interval)
+            return _format_score(self.full.full, self.full.full_interval)
+        return ("*" if self.method.best else "") + _format_score(self.method.score, self.method.score_interval)
 
     @derived(heading="#less\nfull cache's", json=False)
     def minus_full(self) -> str:
         """Score × 100 less the full cache's, sample by sample."""
-        return _difference(self.method.minus_full if self.method else None)
+        return _format_difference(self.method.minus_full if self.method else None)
 
     @derived(heading="#less\nbaseline's", json=False)
     def minus_baseline(self) -> str:
         """Score × 100 less the baseline's, sample by sample."""
-        return _difference(self.gain)
+        return _format_difference(self.gain)
 
     @derived(heading="#samples\n+/=/−", json=False)
     def samples_of_baseline(self) -> str:
@@ -96,7 +95,7 @@ class Quality(Result):
     """
 
     SECTION = "quality"
-    DOCUMENT = "of several traces"
+    DOCUMENT = "of scores"
     SHOWN = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
     FIRST = "method"
 
@@ -115,7 +114,7 @@ class Quality(Result):
     def conclusion(self) -> str:
         """Return the best configuration of each budget beside the full cache, and how often the treatment wins."""
         average = self.average
-        full, over = points(average.full, average.full_interval), _described(average)
+        full, over = text.points(average.full, average.full_interval), _describe(average)
         if not average.full:
             return f"Even the full cache scores 0 ({over}): there is nothing that eviction can lose."
         best = "; ".join(self._best_of_groups())
@@ -133,12 +132,12 @@ class Quality(Result):
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
-        return f"n = {score_tables.sample_counts(self.datasets)}. {score_tables.about_brackets(self.datasets)}"
+        return f"n = {score_tables.sample_counts(self.datasets)}. {score_tables.brackets_note(self.datasets)}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the terms that are not the data sets' own, what was left out, and answers that cannot be lost."""
-        left = f"Left out: {counted(len(self.left_out), 'configuration')} that not all data sets have."
-        terms = score_tables.about_terms(self.datasets)
+        """Return the terms that are not the data sets' own, how much was left out, and answers that cannot be lost."""
+        left = f"Left out: {plural(len(self.left_out), 'configuration')} that not all data sets have."
+        terms = score_tables.terms_notes(self.datasets)
         return [
             *([" ".join(terms)] if terms else []),
             *([left] if self.left_out else []),
@@ -153,10 +152,10 @@ class Quality(Result):
         alike = sum(task.alike for task in self.tasks)
         return [
             *(self._table(one) for one in [*kinds, *(self.datasets if several else [])]),
-            score_tables.about_grades(self.datasets),
+            score_tables.grades_note(self.datasets),
             *(["Every data set counts the same in a kind's mean and in the average."] if several else []),
             f"*: {score_tables.BEST}; differences show whether that is decided.",
-            *filter(None, [measurements.about_first_token(alike, self.average.samples)]),
+            *filter(None, [measurements.first_token_note(alike, self.average.samples)]),
             *([f"Left out, as not all data sets have them ({', '.join(self.lacking)}): {left}."] if left else []),
             text.cache_share_note([method.cache_share for one in self.datasets for method in one.methods]),
         ]
@@ -164,14 +163,13 @@ class Quality(Result):
     def records(self) -> list[dict[str, Any]]:
         """Return a row per sample and configuration, the full cache first: score in [0, 1], `full` the full cache's.
 
-        Beside it what its cache holds over the full one, and of the first step propagated L1 over the full run's norms
-        and KL in nat; the full cache has none.
+        `held` is the cache share; `propagated` L1 over the full run's norms and `kl` in nat are of the first step.
         """
-        return [row for task in self.tasks for row in _rows(task, self.configs)]
+        return [row for task in self.tasks for row in _task_records(task, self.configs)]
 
     def to_latex(self) -> str:
         """Return the tables as LaTeX, for booktabs."""
-        return score_tables.document(self.layouts(), self._caption())
+        return score_tables.latex(self.layouts(), self._caption())
 
     def to_markdown(self) -> str:
         """Return the tables as Markdown."""
@@ -187,7 +185,7 @@ class Quality(Result):
         return tuple(lay_out(self.configs, shown, self.average) for shown in [*summed, self.datasets])
 
     def _caption(self) -> str:
-        return f"{self.identity.lines()[0]}. {score_tables.about_marks(self.datasets)}"
+        return f"{self.identity.lines()[0]}. {score_tables.caption(self.datasets)}"
 
     def _table(self, one: ScoreColumn) -> Table:
         return columns.table(self._title(one), self._lines(one), self.SHOWN, self.FIRST)
@@ -197,7 +195,7 @@ class Quality(Result):
         return name + (f"; baseline: {self.baseline}" if self.pairs else "")
 
     def _lines(self, one: ScoreColumn) -> list[Line]:
-        names = [name or "evicted" for name in short_names(self.configs)]
+        names = method_names(self.configs)
         gains = {gain.treatment: gain for gain in reversed(one.gains)}
         lines = [Line(FULL, (ShownScore(1.0, None, one, None),))]
         for row in rows(self.configs, [one]):
@@ -209,12 +207,12 @@ class Quality(Result):
 
     def _best_of_groups(self) -> list[str]:
         """Return the highest score of each budget and granularity; of many those of the least and largest budget."""
-        names = [name or "evicted" for name in short_names(self.configs, "budget", *APART)]
+        names = method_names(self.configs, "budget", *APART)
         evicted = rows(self.configs, [self.average])[1:]
         groups = [list(some) for _, some in groupby(evicted, key=lambda row: row.group)]
         ends = (evicted[0].budget, evicted[-1].budget)
         named = [some for some in groups if len(groups) <= _MOST_BEST or some[0].budget in ends]
-        return [f"at b={some[0].group} {_best(some, self.configs, names)}" for some in named]
+        return [f"at b={some[0].group} {_best_clause(some, self.configs, names)}" for some in named]
 
     def _contest(self) -> str:
         """Return in how many cases the treatment scores higher than the baseline; empty without such pairs."""
@@ -227,23 +225,25 @@ class Quality(Result):
         }
         gains = self.average.gains
         verdicts = tally([interval_verdict(gain.difference_interval, 0) for gain in gains], words, "case")
-        difference = points(gains[0].difference, gains[0].difference_interval)
+        difference = text.points(gains[0].difference, gains[0].difference_interval)
         return f"{verdicts} (difference {difference})" if len(self.pairs) == 1 else verdicts
 
 
-def _hundredfold(value: float, interval: Any) -> str:
-    return f"{fixed(value)}\n{ends(interval, digits=0)}".rstrip("\n")
+def _format_score(value: float, interval: Any) -> str:
+    return text.points(value, interval, apart="\n", end_digits=0)
 
 
-def _difference(one: ScoreDifference | None) -> str:
-    return "" if one is None else f"{fixed(one.difference)}\n{ends(one.difference_interval, digits=0)}".rstrip("\n")
+def _format_difference(one: ScoreDifference | None) -> str:
+    return "" if one is None else _format_score(one.difference, one.difference_interval)
 
 
-def _best(some: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
+def _best_clause(some: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
     """Return 'two-stage scores best by looking, 45.1 [40.2, 50.0]' of a group, equal ones together."""
     first = max(some, key=lambda row: row.cells[0].value)
     index = first.index or 0
-    score = points(first.cells[0].value, first.cells[0].interval) + _share(first.cache_share, configs[index])
+    score = text.points(first.cells[0].value, first.cells[0].interval) + _share_clause(
+        first.cache_share, configs[index]
+    )
     if len(some) == 1:
         return f"{names[index]} scores {score}"
     best = [names[row.index or 0] for row in some if row.cells[0].best]
@@ -252,15 +252,15 @@ def _best(some: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequenc
     return f"{' and '.join(best)} {'score alike and' if len(best) > 1 else 'scores'} best by looking, {score}"
 
 
-def _share(share: float, config: EvictionConfig) -> str:
+def _share_clause(share: float, config: EvictionConfig) -> str:
     """Return ' (cache share 1.20)' where that is not the budget, which in entries is no share; empty where unknown."""
     alike = isinstance(config.budget.value, float) and abs(share - config.budget.value) < _ROUNDED
     return "" if isnan(share) or alike else f" (cache share {text.cache_share(share)})"
 
 
-def _described(one: ScoreColumn) -> str:
-    """Return 'the average of 3 data sets, 24 samples'."""
-    samples = counted(one.samples, "sample")
+def _describe(one: ScoreColumn) -> str:
+    """Return '24 samples', or 'the average of 3 data sets, 24 samples'."""
+    samples = plural(one.samples, "sample")
     return samples if len(one.tasks) == 1 else f"the average of {len(one.tasks)} data sets, {samples}"
 
 
@@ -284,10 +284,10 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         5
     """
     graded = as_traces(traces)
-    configs = shared(graded)
-    partial = left_out(graded, configs)
+    configs = shared_configs(graded)
+    partial = partial_configs(graded, configs)
     chosen = _pairs(graded[0].run, configs, baseline, treatment)
-    compared, datasets = Comparison(configs, chosen, ranked_together(configs)), tasks(graded, configs)
+    compared, datasets = Comparison(configs, chosen, comparable_groups(configs)), tasks(graded, configs)
     return Quality(
         identity=_identity(graded, configs),
         configs=configs,
@@ -319,27 +319,27 @@ def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> Run
     each = [identity(trace, configs) for trace in traces]
     return replace(
         each[0],
-        dataset=_listed([one.dataset for one in each], f"{len(each)} data sets"),
+        dataset=_names_or_count([one.dataset for one in each], f"{len(each)} data sets"),
         samples=sum(one.samples for one in each),
         failed=sum(one.failed for one in each),
-        trace=_listed([one.trace for one in each if one.trace], "one of each"),
-        stored=tuple(sum(some) / len(each) for some in zip(*(one.stored for one in each), strict=True)),
+        trace=_names_or_count([one.trace for one in each if one.trace], "one of each"),
+        byte_shares=tuple(sum(some) / len(each) for some in zip(*(one.byte_shares for one in each), strict=True)),
     )
 
 
-def _listed(names: Sequence[str], many: str) -> str:
-    """Return the names; of many what stands for them."""
+def _names_or_count(names: Sequence[str], many: str) -> str:
+    """Return the names; where they are too many, `many`."""
     return ", ".join(names) if len(names) <= _MOST_NAMED else many
 
 
-def _rows(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[str, Any]]:
+def _task_records(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[str, Any]]:
     whole = {"config": "full cache", "policy": None, "selection": None, "budget": None}
-    made: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for index, sample in enumerate(task.samples):
         labels = {"dataset": task.dataset, "kind": task.kind, "sample": sample, "full": float(task.full[index])}
-        made.append({**whole, **labels, "score": labels["full"], "held": 1.0, "propagated": None, "kl": None})
+        records.append({**whole, **labels, "score": labels["full"], "held": 1.0, "propagated": None, "kl": None})
         for number, config in enumerate(configs):
             first_step = {name: float(getattr(task, name)[index, number]) for name in ("propagated", "kl")}
             score, share = float(task.evicted[index, number]), float(task.cache_shares[index, number])
-            made.append({**columns_of(config), **labels, "score": score, "held": share, **first_step})
-    return made
+            records.append({**config_columns(config), **labels, "score": score, "held": share, **first_step})
+    return records

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.pairing import ranked_together, short_names
+from perturbkv.analyses.pairing import comparable_groups, method_names
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Floats, Scalar, share_of
-from perturbkv.analyses.text import interval_at
+from perturbkv.analyses.stats.intervals import Floats, OptionalInterval, share_kind
 from perturbkv.configs.eviction import EvictionConfig
 
-_SCORE = share_of(0)
+_SCORE = share_kind(0)
 AVERAGE = "average"
 _EQUAL = 1e-12
 """Means of the same scores in another order differ by rounding."""
@@ -25,7 +24,7 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Comparison:
-    """Configurations, and which of them are compared with each other.
+    """The configurations, and which of them are compared with each other.
 
     Attributes:
         configs: of every data set.
@@ -45,7 +44,7 @@ class ScoreDifference(Record):
     SECTION = "score difference"
 
     difference: float = column("mean of the first answers' scores less the second's, −1 to 1")
-    difference_interval: Scalar = interval()
+    difference_interval: OptionalInterval = interval()
     wins: int = column("samples in which the first answer is better")
     ties: int = column("as good")
     losses: int = column("worse")
@@ -78,7 +77,7 @@ class MethodScore(Record):
         key="held",
     )  # fmt: skip
     score: float = column("of its answers, 0 to 1")
-    score_interval: Scalar = interval()
+    score_interval: OptionalInterval = interval()
     best: bool = column(
         "whether none of the same budget, granularity and protection has a higher mean, and some a lower one"
     )
@@ -94,7 +93,7 @@ class ScoreColumn(Record):
     name: str = column("of the data set, the kind, or `average`")
     tasks: tuple[Task, ...]
     full: float = column("score of the full cache's answers, 0 to 1")
-    full_interval: Scalar = interval("over samples; over several data sets each one's counts by itself")
+    full_interval: OptionalInterval = interval("over samples; over several data sets each one's counts by itself")
     methods: tuple[MethodScore, ...] = column("one per configuration")
     gains: tuple[Gain, ...] = column("one per treatment and baseline that differ in selection alone")
 
@@ -122,9 +121,9 @@ class FirstStep(Record):
 
     config: EvictionConfig = column("the configuration")
     propagated: float = column("propagated L1 over the norms of the full run's heads, median over samples")
-    propagated_interval: Scalar = interval()
+    propagated_interval: OptionalInterval = interval()
     kl: float = column("KL(full ‖ evicted), median over samples", unit="nat")
-    kl_interval: Scalar = interval()
+    kl_interval: OptionalInterval = interval()
 
 
 @record
@@ -200,17 +199,17 @@ def cache_shares(tasks: Sequence[Task]) -> Floats:
 
 def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
     """Return medians over samples, with their intervals."""
-    propagated, kl = (array[:, [index]] for array in (task.propagated, task.kl))
+    propagated, kl = (array[:, index] for array in (task.propagated, task.kl))
     return FirstStep(
         config=config,
         propagated=float(np.median(propagated)),
-        propagated_interval=interval_at(intervals.of_medians(propagated), 0),
+        propagated_interval=intervals.of_median(propagated),
         kl=float(np.median(kl)),
-        kl_interval=interval_at(intervals.of_medians(kl), 0),
+        kl_interval=intervals.of_median(kl),
     )
 
 
-def _mean(parts: Sequence[Floats]) -> tuple[float, Scalar]:
+def _mean(parts: Sequence[Floats]) -> tuple[float, OptionalInterval]:
     return intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, _SCORE)
 
 
@@ -229,7 +228,7 @@ def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, 
 
 
 def _best(means: Sequence[float], compared: Comparison) -> list[bool]:
-    """Return whether each is the highest of its group, where these differ; equal ones all are."""
+    """Return for each mean whether it is the highest of its group, ties included; False where all are equal."""
     best = [False] * len(means)
     for indices in compared.groups.values():
         some = [means[index] for index in indices]
@@ -251,7 +250,7 @@ class Cell:
     """
 
     value: float
-    interval: Scalar
+    interval: OptionalInterval
     best: bool
 
 
@@ -261,9 +260,9 @@ class Row:
 
     Attributes:
         index: among the configurations; None of the full cache.
-        method: what distinguishes it beside its budget.
+        method: its short name without the budget.
         budget: as the user gave it; empty of the full cache.
-        group: name of those that it is compared with, as in `ranked_together`; empty of the full cache.
+        group: name of the configurations that it is compared with, as in `comparable_groups`; empty for the full cache.
         cache_share: entries over the full cache's, mean over the data sets shown; NaN where a trace lacks them.
         cells: one per column.
     """
@@ -297,7 +296,7 @@ class Layout:
 
 
 def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], average: ScoreColumn) -> Layout:
-    """Return the table of some columns, and of the average where they are several."""
+    """Return the layout of some columns, with the average where they are several."""
     shown = (*columns, average) if len(columns) > 1 else tuple(columns)
     kinds = ["" if one.name in (AVERAGE, one.kind) else one.kind for one in shown]
     return Layout(
@@ -309,9 +308,9 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], av
 
 def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> tuple[Row, ...]:
     """Return the full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
-    names = [name or "evicted" for name in short_names(configs, "budget")]
+    names = method_names(configs, "budget")
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
-    groups = ranked_together(configs)
+    groups = comparable_groups(configs)
     full = Row(None, FULL, "", "", 1.0, tuple(Cell(one.full, one.full_interval, best=False) for one in columns))
     evicted = [
         Row(

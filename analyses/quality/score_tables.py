@@ -6,46 +6,31 @@ import io
 from collections.abc import Iterator, Sequence
 
 from perturbkv.analyses import text
-from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.quality.graded_tasks import departures, graded_by
+from perturbkv.analyses.json_values import config_columns
+from perturbkv.analyses.quality.graded_tasks import metrics_text, term_notes
 from perturbkv.analyses.quality.score_columns import FULL, Cell, Layout, Row, ScoreColumn
-from perturbkv.analyses.stats.intervals import LEAST, Scalar
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.escaping import escape_line as in_a_line
 
 BEST = "the highest mean of its budget, granularity and protection, by looking, for which no interval allows"
-"""Meaning of a mark."""
+"""Meaning of bold scores and stars."""
 
 
-def points(value: float, interval: Scalar = None) -> str:
-    """Return '43.8 [40.1, 47.5]' of a score, or of a difference of two, in [−1, 1]: times 100, as papers show it."""
-    return f"{fixed(value)} {ends(interval)}".strip()
+def scores_note(datasets: Sequence[ScoreColumn]) -> str:
+    """Return what graded the scores, of how many samples, and which terms are not the data sets' own."""
+    return " ".join([grades_note(datasets), *terms_notes(datasets)])
 
 
-def fixed(value: float) -> str:
-    """Return '43.8' of a score."""
-    return text.fixed(100 * value, 1)
-
-
-def ends(interval: Scalar, digits: int = 1) -> str:
-    """Return '[40.1, 47.5]', of a range '(40.1 … 47.5)'; empty where there is none."""
-    return text.ends(interval, lambda end: text.fixed(100 * end, digits), "")
-
-
-def about_scores(datasets: Sequence[ScoreColumn]) -> str:
-    """Return what graded the scores, of how many samples, and what is not as the data sets have it."""
-    return " ".join([about_grades(datasets), *about_terms(datasets)])
-
-
-def about_grades(datasets: Sequence[ScoreColumn]) -> str:
+def grades_note(datasets: Sequence[ScoreColumn]) -> str:
     """Return what graded the scores, and of how many samples."""
-    graded = graded_by([(one.name, one.tasks[0].terms) for one in datasets])
+    graded = metrics_text([(one.name, one.tasks[0].terms) for one in datasets])
     return f"Scores × 100: means of {graded}, n = {sample_counts(datasets)}."
 
 
-def about_terms(datasets: Sequence[ScoreColumn]) -> list[str]:
+def terms_notes(datasets: Sequence[ScoreColumn]) -> list[str]:
     """Return a sentence for each of answers' length, cut and chat template that is not the data sets' own."""
-    return departures([(one.name, one.tasks[0].terms) for one in datasets])
+    return term_notes([(one.name, one.tasks[0].terms) for one in datasets])
 
 
 def sample_counts(datasets: Sequence[ScoreColumn]) -> str:
@@ -55,17 +40,17 @@ def sample_counts(datasets: Sequence[ScoreColumn]) -> str:
     return counts + (" of each data set" if len(datasets) > 1 else "")
 
 
-def about_marks(datasets: Sequence[ScoreColumn]) -> str:
-    """Return the caption of a table: scores, brackets, bold ones."""
-    return f"{about_scores(datasets)} {about_brackets(datasets)} Bold: {BEST}."
+def caption(datasets: Sequence[ScoreColumn]) -> str:
+    """Return the caption of a table: its scores, brackets and bold numbers."""
+    return f"{scores_note(datasets)} {brackets_note(datasets)} Bold: {BEST}."
 
 
-def about_brackets(datasets: Sequence[ScoreColumn]) -> str:
-    """Return what brackets and parentheses are, as far as there are any."""
+def brackets_note(datasets: Sequence[ScoreColumn]) -> str:
+    """Return what brackets and parentheses mean, as far as there are any."""
     several = "; over several data sets each one's interval counts by itself" if len(datasets) > 1 else ""
     kinds = {one.full_interval.kind for one in datasets if one.full_interval is not None}
     parts = [f"In brackets: 95 % intervals over samples{several}."] if "interval" in kinds else []
-    if few := [one.name for one in datasets if one.samples < LEAST]:
+    if few := [one.name for one in datasets if one.samples < MIN_SAMPLES]:
         range_ = "; in parentheses the range of single samples" if "range" in kinds else ""
         parts.append(f"Too few samples for intervals: {', '.join(few)}{range_}.")
     return " ".join(parts)
@@ -79,23 +64,23 @@ _SIGNS = {
     "|": r"\textbar{}", "−": "$-$", "–": "--", "…": r"\dots{}", "α": r"$\alpha$", "×": r"$\times$",
     "·": r"$\cdot$", "‖": r"$\Vert$", "→": r"$\rightarrow$",
 }  # fmt: skip
-"""Signs that TeX reads otherwise, or has no letter for in every engine."""
+"""Characters that are commands in TeX, or that not every engine has a glyph for."""
 
 
-def document(layouts: Sequence[Layout], caption: str) -> str:
-    """Return every table as a float of both columns' width, its caption above it."""
+def latex(layouts: Sequence[Layout], caption: str) -> str:
+    """Return the LaTeX of every table as a float over both columns, its caption above it."""
     return COMMENT + "\n".join("\n".join(_float(layout, caption)) + "\n" for layout in layouts)
 
 
-def escaped(text: str) -> str:
-    """Return the text as TeX sets it; nothing in it is a command."""
+def escape_latex(text: str) -> str:
+    """Return the text with TeX's characters escape_latex: nothing in it is a command."""
     return "".join(_SIGNS.get(sign, sign) for sign in in_a_line(text))
 
 
 def _float(layout: Layout, caption: str) -> Iterator[str]:
     yield r"\begin{table*}"
     yield r"\centering"
-    yield rf"\caption{{{escaped(caption)}}}"
+    yield rf"\caption{{{escape_latex(caption)}}}"
     yield r"\resizebox{\textwidth}{!}{%"
     yield from _tabular(layout)
     yield "}"
@@ -106,9 +91,9 @@ def _tabular(layout: Layout) -> Iterator[str]:
     yield rf"\begin{{tabular}}{{lrr{'r' * len(layout.columns)}}}"
     yield r"\toprule"
     if any(kind for kind, _ in layout.kinds):
-        yield _latex_row(["", "", "", *_spanning(layout)])
+        yield _latex_row(["", "", "", *_kind_headings(layout)])
         yield "".join(_rules(layout))
-    yield _latex_row(["method", "$b$", "held / full", *map(escaped, layout.columns)])
+    yield _latex_row(["method", "$b$", "held / full", *map(escape_latex, layout.columns)])
     yield r"\midrule"
     for row in layout.rows:
         if layout.starts_group(row):
@@ -118,8 +103,8 @@ def _tabular(layout: Layout) -> Iterator[str]:
     yield r"\end{tabular}"
 
 
-def _spanning(layout: Layout) -> list[str]:
-    return [rf"\multicolumn{{{count}}}{{c}}{{{escaped(kind)}}}" for kind, count in layout.kinds]
+def _kind_headings(layout: Layout) -> list[str]:
+    return [rf"\multicolumn{{{count}}}{{c}}{{{escape_latex(kind)}}}" for kind, count in layout.kinds]
 
 
 def _rules(layout: Layout) -> Iterator[str]:
@@ -133,20 +118,25 @@ def _rules(layout: Layout) -> Iterator[str]:
 def _latex_rows(row: Row) -> Iterator[str]:
     """Yield the scores, and small beneath them their intervals."""
     yield _latex_row(
-        [escaped(row.method), escaped(row.budget), text.cache_share(row.cache_share), *map(_score, row.cells)]
+        [
+            escape_latex(row.method),
+            escape_latex(row.budget),
+            text.cache_share(row.cache_share),
+            *map(_latex_score, row.cells),
+        ]
     )
-    beneath = [_ends(cell) for cell in row.cells]
+    beneath = [_latex_ends(cell) for cell in row.cells]
     if any(beneath):
         yield _latex_row(["", "", "", *beneath])
 
 
-def _score(cell: Cell) -> str:
-    shown = escaped(fixed(cell.value))
+def _latex_score(cell: Cell) -> str:
+    shown = escape_latex(text.points(cell.value))
     return rf"\textbf{{{shown}}}" if cell.best else shown
 
 
-def _ends(cell: Cell) -> str:
-    shown = escaped(ends(cell.interval))
+def _latex_ends(cell: Cell) -> str:
+    shown = escape_latex(text.points(cell.value, cell.interval).partition(" ")[2])
     return rf"{{\tiny {shown}}}" if shown else ""
 
 
@@ -162,33 +152,38 @@ CSV = ("config", "policy", "selection", "budget", "held")
 
 def markdown(layouts: Sequence[Layout], caption: str) -> str:
     """Return every table beneath its caption; the best of a budget is bold."""
-    return "\n".join([f"{MARKDOWN}{_escaped(caption)}\n", *map(_table, layouts)])
+    return "\n".join([f"{MARKDOWN}{_escape_markdown(caption)}\n", *map(_markdown_table, layouts)])
 
 
-def _table(layout: Layout) -> str:
-    heads = ["method", "b", "held / full", *map(_escaped, _named(layout))]
+def _markdown_table(layout: Layout) -> str:
+    heads = ["method", "b", "held / full", *map(_escape_markdown, _column_names(layout))]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     rows = [_markdown_row(one) for one in layout.rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *rows))
 
 
-def _named(layout: Layout) -> list[str]:
-    """Return each column's name behind its kind."""
+def _column_names(layout: Layout) -> list[str]:
+    """Return the name of each column with its kind."""
     kinds = [kind for kind, count in layout.kinds for _ in range(count)]
     return [f"{kind}: {name}" if kind else name for kind, name in zip(kinds, layout.columns, strict=True)]
 
 
 def _markdown_row(row: Row) -> list[str]:
-    return [_escaped(row.method), row.budget, text.cache_share(row.cache_share), *map(_markdown_cell, row.cells)]
+    return [
+        _escape_markdown(row.method),
+        row.budget,
+        text.cache_share(row.cache_share),
+        *map(_markdown_cell, row.cells),
+    ]
 
 
 def _markdown_cell(cell: Cell) -> str:
-    shown = f"**{fixed(cell.value)}**" if cell.best else fixed(cell.value)
-    return f"{shown} {ends(cell.interval)}".strip()
+    score, space, ends = text.points(cell.value, cell.interval).partition(" ")
+    return f"**{score}**{space}{ends}" if cell.best else f"{score}{space}{ends}"
 
 
-def _escaped(text: str) -> str:
-    r"""Return the text as Markdown shows it as it is: signs that it would read have a backslash before them."""
+def _escape_markdown(text: str) -> str:
+    r"""Return the text with Markdown's characters escape_latex by backslashes."""
     return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>#|~" else sign for sign in in_a_line(text))
 
 
@@ -201,7 +196,7 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
 
     names = [*CSV, *(f"{name}{end}" for name in layout.columns for end in ("", " low", " high"))]
     heads = escape_formulas(pa.RecordBatch.from_pydict({"name": names})).column(0).to_pylist()
-    named, measured = zip(*(_values(row, configs) for row in layout.rows), strict=True)
+    named, measured = zip(*(_csv_row(row, configs) for row in layout.rows), strict=True)
     texts = [pa.array(column, pa.string()) for column in zip(*named, strict=True)]
     values = [pa.array(column, pa.float64()) for column in zip(*measured, strict=True)]
     buffer = io.BytesIO()
@@ -209,9 +204,9 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
     return buffer.getvalue().decode()
 
 
-def _values(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], list[float | None]]:
-    """Return the texts and the numbers of a row."""
-    labels = {"config": FULL} if row.index is None else columns_of(configs[row.index])
+def _csv_row(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], list[float | None]]:
+    """Return the texts and the numbers of a row of the CSV."""
+    labels = {"config": FULL} if row.index is None else config_columns(configs[row.index])
     texts = [labels.get(name, "") for name in CSV[:-1]]
     return texts, [row.cache_share, *(number for cell in row.cells for number in _csv_numbers(cell))]
 

@@ -1,1 +1,1 @@
-"""Intervals, tests and correlations over samples: NumPy and SciPy only, and nothing of a trace."""
+"""Intervals, tests and correlations over samples, with NumPy and SciPy only: nothing here knows a trace."""

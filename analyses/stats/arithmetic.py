@@ -9,32 +9,27 @@ from numpy.typing import NDArray
 
 
 def ratio(numerator: Any, denominator: Any) -> Any:
-    """Numerator / denominator; NaN where the denominator is 0."""
+    """Return numerator / denominator; NaN where the denominator is 0."""
     bottom = np.asarray(denominator, dtype=np.float64)
     return np.asarray(numerator, dtype=np.float64) / np.where(bottom == 0, np.nan, bottom)
 
 
-def reduction(baseline: Any, treatment: Any) -> Any:
-    """Return 1 − treatment / baseline; NaN where the baseline is 0."""
-    return 1 - ratio(treatment, baseline)
-
-
 def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int | None = None) -> NDArray[np.float64]:
-    """Return (level, …) quantiles of what is not NaN; NaN where nothing is."""
+    """Return (level, …) quantiles of the numbers that are not NaN; NaN where all are."""
     flat = array.reshape(-1) if axis is None else np.moveaxis(array, axis, 0)
-    found = np.full((len(levels), *flat.shape[1:]), np.nan)
-    held = ~np.isnan(flat).all(axis=0) if len(flat) else np.zeros(flat.shape[1:], dtype=bool)
-    if held.any():
-        found[:, held] = np.nanquantile(flat[:, held], levels, axis=0)
-    return found
+    result = np.full((len(levels), *flat.shape[1:]), np.nan)
+    known = ~np.isnan(flat).all(axis=0) if len(flat) else np.zeros(flat.shape[1:], dtype=bool)
+    if known.any():
+        result[:, known] = np.nanquantile(flat[:, known], levels, axis=0)
+    return result
 
 
 def half_share(parts: NDArray[np.float64]) -> float:
-    """Return the smallest share of the parts whose sum is at least half of all; NaN where the sum is 0."""
+    """Return the smallest share of the parts that adds up to half of their sum; NaN where the sum is 0."""
     largest = np.sort(parts.reshape(-1))[::-1].cumsum()
     return float((np.argmax(largest >= largest[-1] / 2) + 1) / largest.size) if largest[-1] > 0 else float("nan")
 
 
 def median(array: NDArray[np.float64]) -> float:
-    """Median of what is not NaN; NaN where nothing is."""
+    """Return the median of the numbers that are not NaN; NaN where all are."""
     return float(quantiles(array, (0.5,))[0])

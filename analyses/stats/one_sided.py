@@ -1,6 +1,6 @@
-"""How bad can a mean be? One-sided 95 % bounds of means over samples, and how many samples would give a tighter one.
+"""One-sided 95 % bounds of means over samples, and how many samples it takes until a bound holds.
 
-A safe budget stands on a bound, so each is chosen to cover where an interval round the mean would not:
+A safe budget rests on a bound, so each is chosen to cover where an interval round the mean would not:
 
 - A share of samples has the exact bound of Clopper and Pearson.
 - A mean of numbers in [0, 1] has the bound of a bet (Waudby-Smith and Ramdas, 2024): were the mean at most m, a gambler
@@ -24,33 +24,29 @@ from numpy.typing import NDArray
 from scipy import special
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 
 RISK = 0.05
 """How often a bound may fail."""
 MOST_SAMPLES = 1_000_000
-"""More are nobody's, and are not told."""
+"""Larger numbers of samples are not searched: nobody measures so many."""
 _STAKES = np.append(np.geomspace(1e-3, 0.9, 40), 1.0)
 """Shares of the largest stake, at which a sample of 0 takes all."""
 _CAPITALS = np.log(np.append(np.full(40, 0.5 / 40), 0.5))
 _STEPS = 50
 _LEVELS = (np.arange(200) + 0.5) / 200
-_LARGEST = 700.0
-"""Of an exponent."""
+_LARGEST_EXPONENT = 700.0
 
 
 def share_at_least(hits: NDArray[np.bool_], samples: int | None = None) -> float:
-    """Return the lower bound of the share of samples that hit.
-
-    As of so many `samples` with no larger a share of hits.
-    """
+    """Return the lower bound of the share of samples that hit, or of as large a share of `samples` samples."""
     count = samples or len(hits)
-    found = int(hits.mean() * count + 1e-9)
-    return float(special.betaincinv(found, count - found + 1, RISK)) if found else 0.0
+    successes = int(hits.mean() * count + 1e-9)
+    return float(special.betaincinv(successes, count - successes + 1, RISK)) if successes else 0.0
 
 
 def mean_at_least(each: Floats, samples: int | None = None) -> float:
-    """Return the lower bound of the mean of (sample,) numbers in [0, 1]; as of so many `samples` like these."""
+    """Return the lower bound of the mean of (sample,) numbers in [0, 1], or of `samples` numbers like these."""
     times, low, high = (samples or len(each)) / len(each), 0.0, float(each.mean())
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -59,7 +55,7 @@ def mean_at_least(each: Floats, samples: int | None = None) -> float:
 
 
 def _capital(each: Floats, mean: float, times: float) -> float:
-    """Logarithm of what a gambler owns after these samples, so many times over, who began with 1."""
+    """Return the logarithm of a gambler's capital after these samples, repeated `times`, that began as 1."""
     if mean == 0:
         return np.inf
     with np.errstate(divide="ignore"):  # the largest stake loses all
@@ -68,9 +64,12 @@ def _capital(each: Floats, mean: float, times: float) -> float:
 
 
 def mean_at_most(each: Floats, samples: int | None = None) -> float:
-    """Return the upper bound of the mean of (sample,) positive numbers; infinite of fewer than five samples."""
+    """Return the upper bound of the mean of (sample,) positive numbers, or of `samples` numbers like these.
+
+    Infinite for fewer than five samples.
+    """
     count = samples or len(each)
-    if min(count, len(each)) < LEAST:
+    if min(count, len(each)) < MIN_SAMPLES:
         return float("inf")
     student = each.mean() + special.stdtrit(count - 1, 1 - RISK) * each.std(ddof=1) / np.sqrt(count)
     return max(float(student), _lognormal(np.log(each), count))
@@ -84,22 +83,19 @@ def _lognormal(logs: Floats, count: int) -> float:
         return float(np.exp(middle))
     freedom = max(1, count // 2)
     variances = spread * freedom / (2 * special.gammaincinv(freedom / 2, _LEVELS))
-    errors = np.sqrt(variances * np.pi / 2 / count)  # of a median
+    errors = np.sqrt(variances * np.pi / 2 / count)  # standard errors of the median
 
     from scipy import optimize
 
-    def missing(end: float) -> float:
+    def excess_coverage(end: float) -> float:
         return float(special.ndtr((end - middle - variances / 2) / errors).mean()) - (1 - RISK)
 
     most = float((variances / 2 + 10 * errors).max())
-    return float(np.exp(min(_LARGEST, optimize.brentq(missing, middle - most, middle + most))))
+    return float(np.exp(min(_LARGEST_EXPONENT, optimize.brentq(excess_coverage, middle - most, middle + most))))
 
 
 def samples_for(holds: Callable[[int], bool], samples: int) -> int | None:
-    """Return the smallest number of samples, more than there are, with which a bound holds.
-
-    None where a million do not.
-    """
+    """Return the smallest number of samples, above `samples`, with which a bound holds; None where a million do not."""
     low, high = samples, 2 * samples
     while not holds(high):
         if high > MOST_SAMPLES:

@@ -1,15 +1,12 @@
-"""Many tests at once: which differences are there, and how many would a world without effect show.
+"""Permutation tests: sign flips of many tests at once, and permutation nulls of correlations with a score.
 
-A test flips the signs of whole samples: heads of one sample are not independent, samples are. All 2ⁿ flips up to
-twelve samples, else as many as of twelve, drawn; then Benjamini and Hochberg (1995) over all tests (METHOD: the
-protocol, 6).
+A sign-flip test flips whole samples: heads of one sample are not independent, samples are. All 2ⁿ flips up to twelve
+samples, else as many as of twelve, drawn; then Benjamini and Hochberg (1995) over all tests (METHOD: the protocol, 6).
 
-Worlds without a link, made by dealing: of which methods, and of which prompts, the numbers are does not matter.
-
-Scores that are dealt out anew among a prompt's configurations belong to no method; a statistic that is a mean over
-prompts of Σ weights × scores is made of them too. Measures that are dealt out whole among the prompts of a data set
-belong to their methods still, and to no prompt. All deals where there are at most 4,096, else as many, drawn with a
-fixed seed; the first of them is the real one, so that p is never 0.
+Two nulls of a correlation. Scores permuted among a prompt's configurations belong to no method; a statistic that is a
+mean over prompts of Σ weights × scores is made of them too. Measures exchanged whole among the prompts of a data set
+still belong to their methods, but to no prompt. All permutations where there are at most 4,096, else as many, drawn
+with a fixed seed; the first of them is the real data, so that p is never 0.
 """
 
 from __future__ import annotations
@@ -75,25 +72,25 @@ class SignFlips(Record):
         return f"{self.above}/{self.below}"
 
 
-def decide(differences: Floats) -> SignFlips:
-    """Tests of the mean of (sample, …) differences against 0; all of them corrected together.
+def sign_flip_tests(differences: Floats) -> SignFlips:
+    """Test the mean of (sample, …) differences against 0 by sign flips, all tests corrected together.
 
-    A world without effect is each flip in turn: its tests are made as those of the real differences.
+    Each flip in turn is a world without effect, in which the same tests are made.
     """
     flat = differences.reshape(len(differences), -1)
     signs = _flips(len(flat))
     p = _p_values(np.abs(signs @ flat))
-    own = p[0].reshape(differences.shape[1:])
-    found = (p <= LEVEL).sum(axis=1)
+    shape = differences.shape[1:]
+    passing = (p <= LEVEL).sum(axis=1)
     smallest = (2 if len(flat) <= MOST_EXACT else 1) / len(signs)
     side = np.sign(differences.sum(axis=0)).astype(np.int8)
     return SignFlips(
-        significant=np.where(corrected(p[0]).reshape(own.shape), side, np.int8(0)).astype(np.int8),
-        p=own,
+        significant=np.where(benjamini_hochberg(p[0]).reshape(shape), side, np.int8(0)).astype(np.int8),
+        p=p[0].reshape(shape),
         flips=len(signs),
-        uncorrected=int(found[0]),
-        chance_mean=float(found.mean()),
-        chance_high=int(np.quantile(found, 0.95, method="higher")),
+        uncorrected=int(passing[0]),
+        chance_mean=float(passing.mean()),
+        chance_high=int(np.quantile(passing, 0.95, method="higher")),
         least_tests=_least_together(smallest, flat.shape[1]),
         smallest=smallest,
     )
@@ -110,16 +107,16 @@ def _flips(samples: int) -> Floats:
 
 
 def _p_values(sizes: Floats) -> Floats:
-    """(flip, test) for each flip the share of all flips whose sum is at least as large: the flips form a group."""
-    found = []
-    for own in np.ascontiguousarray(sizes.T):
-        below = np.searchsorted(np.sort(own), own * (1 - _ROUNDING), side="left")
-        found.append(1 - below / len(own))
-    return np.stack(found, axis=1)
+    """Return (flip, test) share of all flips whose sum is at least as large as this one's: the flips form a group."""
+    shares = []
+    for test in np.ascontiguousarray(sizes.T):
+        below = np.searchsorted(np.sort(test), test * (1 - _ROUNDING), side="left")
+        shares.append(1 - below / len(test))
+    return np.stack(shares, axis=1)
 
 
-def corrected(p: Floats) -> NDArray[np.bool_]:
-    """Return (test,) True for the tests that Benjamini and Hochberg's procedure keeps at 5 %.
+def benjamini_hochberg(p: Floats) -> NDArray[np.bool_]:
+    """Return (test,) True for the tests that are significant by Benjamini and Hochberg's procedure at 5 %.
 
     Bit-equal to `scipy.stats.false_discovery_control`, whose import takes longer than all that `heads` computes.
     """
@@ -131,121 +128,123 @@ def corrected(p: Floats) -> NDArray[np.bool_]:
 
 
 def _least_together(smallest: float, count: int) -> int:
-    """Return so many tests at the smallest p pass, as k of m do where p ≤ 0.05 k / m."""
+    """Return how many tests must reach the smallest p to pass, as k of m do where p ≤ 0.05 k / m; 0: none can."""
     return 0 if smallest > LEVEL else int(np.ceil(smallest * count / LEVEL - _ROUNDING))
 
 
-MOST_DEALS = 2**12
+_MOST_PERMUTATIONS = 2**12
 _ENDS = (0.025, 0.975)
 
 
 @record
-class Chance(Record):
-    """A permutation null; NaN where no prompt decides."""
+class PermutationNull(Record):
+    """The distribution of a statistic over permutations; NaN where no prompt decides."""
 
     low: float = column("lower end of the middle 95 % of the permutations")
     high: float = column("upper end")
     p: float = column("share of the permutations as far from their mean, on either side, as the real numbers")
-    deals: int = column("how many permutations")
+    permutations: int = column("how many permutations", key="deals")
     exact: bool = column("whether these are all that are possible")
 
 
-def chances(weights: Floats, scores: Floats) -> list[Chance]:
-    """Return one per measure of (measure, prompt, config) weights and (prompt, config) scores.
+def score_permutation_nulls(weights: Floats, scores: Floats) -> list[PermutationNull]:
+    """Return each measure's null: scores (prompt, config) permuted among the configurations of each prompt.
 
-    A prompt that does not decide has NaN weights; others sum to 0 over configurations, so that dealt scores give 0 on
-    the average.
+    The statistic of a measure is the mean over prompts of Σ weights × scores, of (measure, prompt, config) weights. A
+    prompt that does not decide has NaN weights; others sum to 0, so that the mean over permutations is 0.
     """
-    held = np.asarray(~np.isnan(weights).any(axis=2))
-    deciding = np.asarray(held.any(axis=0))
-    exact = math.factorial(weights.shape[2]) ** int(deciding.sum()) <= MOST_DEALS
-    sums = _sums(np.where(held[:, :, None], weights, 0)[:, deciding], scores[deciding], exact)
-    return [_chance(np.asarray(ratio(sums[:, one], held[one].sum())), exact) for one in range(len(weights))]
+    known = np.asarray(~np.isnan(weights).any(axis=2))
+    deciding = np.asarray(known.any(axis=0))
+    exact = math.factorial(weights.shape[2]) ** int(deciding.sum()) <= _MOST_PERMUTATIONS
+    sums = _permuted_sums(np.where(known[:, :, None], weights, 0)[:, deciding], scores[deciding], exact)
+    return [_null(np.asarray(ratio(sums[:, index], known[index].sum())), exact) for index in range(len(weights))]
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """Prompts' measures dealt out among the prompts of each data set.
+class PromptPermutations:
+    """Permutations of the prompts within each data set.
 
     Attributes:
-        alike: (prompt, prompt) True where two are of one data set.
-        dealt: (deal, prompt) whose measure each prompt gets; its own in the first.
+        same_dataset: (prompt, prompt) True where two are of one data set.
+        indices: (permutation, prompt) index of the prompt whose measure each prompt gets; its own in the first.
         exact: whether these are all that are possible.
     """
 
-    alike: NDArray[np.bool_]
-    dealt: NDArray[np.int64]
+    same_dataset: NDArray[np.bool_]
+    indices: NDArray[np.int64]
     exact: bool
 
 
-def dealing(alike: NDArray[np.bool_]) -> Dealing:
-    """Return all deals where there are few, else drawn ones."""
-    groups = [np.flatnonzero(row) for row in np.unique(alike, axis=0)] if len(alike) else []
-    exact = math.prod(math.factorial(len(places)) for places in groups) <= MOST_DEALS
-    return Dealing(alike, (_every_exchange if exact else _drawn_exchanges)(groups, len(alike)), exact)
+def prompt_permutations(same_dataset: NDArray[np.bool_]) -> PromptPermutations:
+    """Return all permutations within data sets where they are few, else drawn ones; `same_dataset` (prompt, prompt)."""
+    groups = [np.flatnonzero(row) for row in np.unique(same_dataset, axis=0)] if len(same_dataset) else []
+    exact = math.prod(math.factorial(len(group)) for group in groups) <= _MOST_PERMUTATIONS
+    permute = _all_within_groups if exact else _drawn_within_groups
+    return PromptPermutations(same_dataset, permute(groups, len(same_dataset)), exact)
 
 
-def exchanged(tables: Sequence[Floats], deals: Dealing) -> Chance:
-    """What prompts' measures show that are dealt out among the prompts of a data set, the same ones in all tables.
+def prompt_permutation_null(tables: Sequence[Floats], permutations: PromptPermutations) -> PermutationNull:
+    """Return the null of measures exchanged among the prompts of a data set, by the same permutation in all tables.
 
-    A table is of one setting: (prompt scored, prompt measured) what the one's scores say with the other's measure, NaN
-    where they say nothing; of these the mean over tables, then over prompts.
+    A table is of one setting: (prompt scored, prompt measured) statistic of the one's scores with the other's measure,
+    NaN where there is none. Of these the mean over tables, then over prompts.
     """
     rows = np.flatnonzero(~np.isnan([np.diag(table) for table in tables]).all(axis=0))
     if not len(rows):
-        return Chance(math.nan, math.nan, math.nan, 0, True)
-    taken = np.stack([table[rows, deals.dealt[:, rows]] for table in tables])
-    usual = np.stack([_mean(np.where(deals.alike, table, np.nan)[rows], 1) for table in tables])
-    return _chance(_mean(_mean(taken, 0), 1), deals.exact, float(_mean(_mean(usual, 0), 0)))
+        return PermutationNull(math.nan, math.nan, math.nan, 0, True)
+    permuted = np.stack([table[rows, permutations.indices[:, rows]] for table in tables])
+    expected = np.stack([_mean(np.where(permutations.same_dataset, table, np.nan)[rows], 1) for table in tables])
+    return _null(_mean(_mean(permuted, 0), 1), permutations.exact, float(_mean(_mean(expected, 0), 0)))
 
 
-def _every_exchange(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
-    found = np.arange(prompts)[None]
-    for places in groups:
-        orders = places[_all_deals(len(places))]
-        found = np.repeat(found, len(orders), axis=0)
-        found[:, places] = np.tile(orders, (len(found) // len(orders), 1))
-    return found
+def _all_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
+    indices = np.arange(prompts)[None]
+    for group in groups:
+        orders = group[_all_orders(len(group))]
+        indices = np.repeat(indices, len(orders), axis=0)
+        indices[:, group] = np.tile(orders, (len(indices) // len(orders), 1))
+    return indices
 
 
-def _drawn_exchanges(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
+def _drawn_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
     draw = np.random.default_rng(0)
-    found = np.empty((MOST_DEALS, prompts), dtype=np.int64)
-    for places in groups:
-        found[:, places] = places[_drawn_deals(draw, len(places))]
-    return found
+    indices = np.empty((_MOST_PERMUTATIONS, prompts), dtype=np.int64)
+    for group in groups:
+        indices[:, group] = group[_drawn_orders(draw, len(group))]
+    return indices
 
 
 def _mean(values: Floats, axis: int) -> Floats:
-    """Of what is not NaN."""
-    held = ~np.isnan(values)
-    return np.asarray(ratio(np.where(held, values, 0).sum(axis=axis), held.sum(axis=axis)))
+    """Return the mean along an axis of the numbers that are not NaN."""
+    known = ~np.isnan(values)
+    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))
 
 
-def _sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
-    """Return (deal, measure) sums over prompts."""
+def _permuted_sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
+    """Return (permutation, measure) sums over prompts of Σ weights × permuted scores."""
     draw, configs = np.random.default_rng(0), weights.shape[2]
-    total = np.zeros((1 if exact else MOST_DEALS, len(weights)))
+    total = np.zeros((1 if exact else _MOST_PERMUTATIONS, len(weights)))
     for prompt in range(weights.shape[1]):
-        own = scores[prompt][_all_deals(configs) if exact else _drawn_deals(draw, configs)] @ weights[:, prompt].T
-        total = (total[:, None] + own[None]).reshape(-1, len(weights)) if exact else total + own
+        orders = _all_orders(configs) if exact else _drawn_orders(draw, configs)
+        sums = scores[prompt][orders] @ weights[:, prompt].T
+        total = (total[:, None] + sums[None]).reshape(-1, len(weights)) if exact else total + sums
     return total
 
 
-def _all_deals(configs: int) -> NDArray[np.int64]:
-    return np.array(list(itertools.permutations(range(configs))))
+def _all_orders(count: int) -> NDArray[np.int64]:
+    return np.array(list(itertools.permutations(range(count))))
 
 
-def _drawn_deals(draw: np.random.Generator, configs: int) -> NDArray[np.int64]:
-    deals = np.argsort(draw.random((MOST_DEALS, configs)), axis=1)
-    deals[0] = np.arange(configs)
-    return deals
+def _drawn_orders(draw: np.random.Generator, count: int) -> NDArray[np.int64]:
+    orders = np.argsort(draw.random((_MOST_PERMUTATIONS, count)), axis=1)
+    orders[0] = np.arange(count)
+    return orders
 
 
-def _chance(means: Floats, exact: bool, usual: float = 0) -> Chance:
-    """Return `usual`: what deals show on the average."""
+def _null(means: Floats, exact: bool, expected: float = 0) -> PermutationNull:
+    """Return the null of (permutation,) means, the real one first; `expected` is their expectation."""
     if np.isnan(means[0]):
-        return Chance(math.nan, math.nan, math.nan, 0, exact)
+        return PermutationNull(math.nan, math.nan, math.nan, 0, exact)
     low, high = np.quantile(means, _ENDS)
-    as_far = np.abs(means - usual) >= abs(means[0] - usual) - _ROUNDING
-    return Chance(float(low), float(high), float(as_far.mean()), len(means), exact)
+    as_far = np.abs(means - expected) >= abs(means[0] - expected) - _ROUNDING
+    return PermutationNull(float(low), float(high), float(as_far.mean()), len(means), exact)

@@ -1,1 +1,1 @@
-"""The question `tokens`: which words of a prompt a head keeps and evicts."""
+"""The question `tokens`: the tokens of a prompt that a head keeps and evicts."""

@@ -1,4 +1,4 @@
-"""The fate of a prompt's tokens in one head under two configurations, and what evicted ones add to its output."""
+"""Fates of a prompt's tokens in one head under two configurations, and evicted entries' share of its output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from perturbkv.trace import SampleTrace, Trace
 
 @dataclass(frozen=True)
 class PromptText:
-    """The prompt of one sample: its tokens, and the piece of text that each of them is.
+    """The prompt of one sample: its tokens and their text.
 
     Attributes:
         sample: its id.
         index: along the trace's `sample` axis.
-        tokens: ids, the question of a context-only run behind what is compressed.
-        pieces: the text of each; empty for one that is a part of the character of the next.
-        compressed: n, how many of them were in the cache that is evicted from.
-        cut_tokens: how many its middle lost.
+        tokens: ids, those of a context-only run's question last.
+        pieces: text of each token; empty for one that is a part of the next one's character.
+        compressed: n, the number of tokens in the cache before eviction.
+        cut_tokens: number of tokens cut out of the prompt's middle.
     """
 
     sample: str
@@ -39,7 +39,7 @@ class PromptText:
 
     @property
     def cut_index(self) -> int | None:
-        """Tokens before the cut, which leaves the first ⌈half⌉; None where there is none."""
+        """Number of tokens before the cut, the first ⌈half⌉; None without a cut."""
         return len(self.tokens) - len(self.tokens) // 2 if self.cut_tokens else None
 
 
@@ -52,26 +52,33 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
     known = [name for name, count in zip(trace.sample_ids, counts, strict=True) if count and name not in trace.failures]
     name = next(iter(known), None) if sample is None else sample
     if name is None or (name in trace.sample_ids and name not in trace.failures and name not in known):
-        raise TraceError(_without(trace, name))
+        raise TraceError(_no_text_message(trace, name))
     measured = trace.sample(name)
     if not isinstance(measured, SampleTrace):
         msg = (
             f"expected one of the complete samples ({', '.join(known)}), got '{name}', which failed: {measured.reason}"
         )
         raise TraceError(msg)
-    return _read(trace, measured)
-
-
-def _without(trace: Trace, name: str | None) -> str:
-    whose = "the prompts" if name is None else f"'{name}'"
-    return (
-        f"expected the text of {whose} in {trace.source or 'this trace'}, got a trace without it (--no-text, or an "
-        f"older version); {_how(trace)} adds it and measures nothing again"
+    return PromptText(
+        sample=measured.sample_id,
+        index=trace.sample_ids.index(measured.sample_id),
+        tokens=tuple(np.asarray(measured.arrays["prompt_token"]).tolist()),
+        pieces=tuple(token_texts(measured)),
+        compressed=int(measured.arrays["prompt_tokens"]),
+        cut_tokens=int(measured.arrays["cut_tokens"]),
     )
 
 
-def _how(trace: Trace) -> str:
-    """Return what to run for the text; the user knows which command made the trace, and its other options."""
+def _no_text_message(trace: Trace, name: str | None) -> str:
+    owner = "the prompts" if name is None else f"'{name}'"
+    return (
+        f"expected the text of {owner} in {trace.source or 'this trace'}, got a trace without it (--no-text, or an "
+        f"older version); {_text_command(trace)} adds it and measures nothing again"
+    )
+
+
+def _text_command(trace: Trace) -> str:
+    """Return the command that adds the text, without the options that the trace does not know."""
     if not trace.source:
         return "pk.measure with text=True and the path of its trace"
     path = Path(trace.source)
@@ -82,19 +89,8 @@ def _how(trace: Trace) -> str:
     )
 
 
-def _read(trace: Trace, sample: SampleTrace) -> PromptText:
-    return PromptText(
-        sample=sample.sample_id,
-        index=trace.sample_ids.index(sample.sample_id),
-        tokens=tuple(np.asarray(sample.arrays["prompt_token"]).tolist()),
-        pieces=tuple(token_texts(sample)),
-        compressed=int(sample.arrays["prompt_tokens"]),
-        cut_tokens=int(sample.arrays["cut_tokens"]),
-    )
-
-
 BOTH, BASELINE, TREATMENT, NEITHER, QUESTION = "both", "baseline", "treatment", "neither", "question"
-"""A token's fate: who keeps it. The question of a context-only run is not compressed."""
+"""Fates of a token: which side keeps it. The question of a context-only run is not compressed."""
 _LOST = ("lost_position", "lost_output", "weighted_norm")
 
 
@@ -118,7 +114,7 @@ class Loss(Record):
         "far the output moves without it, as what stays is weighted anew",
         unit="L1",
         heading="#A ν",
-        text=text.significant,
+        text=text.three_digits,
     )
     share: float = column("of C = Σ A ν over all entries", unit="share", heading="#of C")
     kept_by_other: bool = column(
@@ -151,9 +147,9 @@ class ChangedHead(Record):
 
 
 def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Return (layer, head) isolated perturbation over ‖o_h‖₁ of both sides at the first decode step.
+    """Return (layer, head) isolated perturbation over ‖o_h‖₁ of both sides, first decode step; 0 without output.
 
-    0 where a head has no output. `sample` and `sides` are indices along the trace's axes.
+    `sample` and `sides` are indices along the trace's axes.
     """
     moved = trace.arrays["perturbation_isolated"][sample]
     norm = trace.arrays["output_norm"][sample, 0]
@@ -162,7 +158,7 @@ def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, 
 
 
 def changed_heads(trace: Trace, sample: int, sides: tuple[int, int], layer: int | None, most: int) -> list[ChangedHead]:
-    """Return the heads, of one layer or of all, whose perturbation the treatment changes most, that first."""
+    """Return the heads of one layer or of all whose perturbation the treatment changes, the largest change first."""
     first, second = changes(trace, sample, sides)
     moved = np.abs(second - first)
     if layer is not None:
@@ -174,7 +170,7 @@ def changed_heads(trace: Trace, sample: int, sides: tuple[int, int], layer: int 
 
 
 def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int) -> ChangedHead:
-    """Return one head under both configurations."""
+    """Return a head's perturbation and numbers of kept tokens under both configurations."""
     moved = [float(side[layer, head]) for side in changes(trace, sample, sides)]
     first, second = (set(trace.kept(sample, side, layer, head).tolist()) for side in sides)
     counts = len(first & second), len(first - second), len(second - first)
@@ -190,7 +186,7 @@ def cache_shares(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[flo
 
 
 def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, head: int) -> tuple[str, ...]:
-    """Return every token's fate."""
+    """Return the fate of every token in one head."""
     first, second = (set(trace.kept(prompt.index, side, layer, head).tolist()) for side in sides)
     names = {(True, True): BOTH, (True, False): BASELINE, (False, True): TREATMENT, (False, False): NEITHER}
     compressed = [names[position in first, position in second] for position in range(prompt.compressed)]
@@ -200,7 +196,7 @@ def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, 
 def losses(
     trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int
 ) -> tuple[tuple[Loss, ...], tuple[Loss, ...]] | None:
-    """Return the evicted entries of each side that add most to the output, the largest first; None: not measured."""
+    """Return each side's evicted entries that add most to the output, the largest first; None if not measured."""
     cells = [(sample, side, layer, head) for side in sides]
     if not set(_LOST) <= set(trace.arrays) or np.isnan(trace.arrays["weighted_norm"][sample, layer, head]):
         return None

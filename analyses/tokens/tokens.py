@@ -1,4 +1,4 @@
-"""The fate of a prompt's tokens: what one head keeps and evicts, and which evicted entries add most to its output."""
+"""Fates of a prompt's tokens in one head: kept or evicted, with the evicted entries that add most to its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.pairing import Pair, checked, counted, pair_columns, pairs, side_names
+from perturbkv.analyses.pairing import Pair, check_sides, pair_columns, pairs, plural, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.tokens.fates import (
     BASELINE,
@@ -39,29 +39,26 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "tokens"
 AROUND = 8
-"""Tokens before and after one that differs."""
+"""Tokens that are shown before and after one that differs."""
 MOST = 1200
-"""Tokens that are shown of a folded prompt: some six screens."""
+"""Largest number of tokens that are shown of a folded prompt: some six screens."""
 _SHORTEST = 16
-"""Fewer tokens are not folded: the line in their stead is as long."""
+"""Smallest number of tokens that are folded: the line that replaces them is as long."""
 
 
 def shown_parts(differs: Sequence[bool], everything: bool = False) -> list[tuple[int, int, bool]]:
-    """Return (first, end, whether it is shown) of every part of the prompt, in its order.
-
-    Where nothing differs both ends are shown.
-    """
+    """Return (first, end, whether it is shown) for every part of the prompt; both ends where no token differs."""
     count = len(differs)
     if everything or count <= 4 * AROUND:
         return [(0, count, True)]
-    wanted = [position for position, differing in enumerate(differs) if differing] or [0, count - 1]
-    return _with_gaps(_limited(_merged(wanted, count)), count)
+    positions = [position for position, differing in enumerate(differs) if differing] or [0, count - 1]
+    return _add_gaps(_limit_tokens(_surroundings(positions, count)), count)
 
 
-def _merged(wanted: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return the surroundings of some positions, parts that nearly touch as one."""
+def _surroundings(positions: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return the parts around some positions, neighbouring parts joined."""
     parts: list[tuple[int, int]] = []
-    for position in wanted:
+    for position in positions:
         first, end = max(0, position - AROUND), min(count, position + AROUND + 1)
         first, end = 0 if first < _SHORTEST else first, count if count - end < _SHORTEST else end
         if parts and first - parts[-1][1] < _SHORTEST:
@@ -71,8 +68,8 @@ def _merged(wanted: Sequence[int], count: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _limited(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the first parts, no more than `MOST` tokens in all."""
+def _limit_tokens(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first parts, `MOST` tokens at most."""
     limited: list[tuple[int, int]] = []
     left = MOST
     for first, end in parts:
@@ -82,7 +79,8 @@ def _limited(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return limited
 
 
-def _with_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int, bool]]:
+def _add_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int, bool]]:
+    """Return the parts as shown, and the gaps between them as not shown."""
     whole: list[tuple[int, int, bool]] = []
     last = 0
     for first, end in parts:
@@ -93,12 +91,12 @@ def _with_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, 
 
 
 LOOKS = {BOTH: "kept", BASELINE: "lost", TREATMENT: "gained", NEITHER: "dropped", QUESTION: "plain"}
-"""Fate -> how a token looks."""
+"""Fate -> look of a token."""
 _AROUND = 14
 """Characters before and after a lost token."""
 _HALF = "·"
 _HEADS = 5
-"""Heads that the table lists."""
+"""Largest number of heads in the table."""
 _OUTPUT_NOTE = (
     "A ν = ‖A_i 𝒱_i‖₁: what an entry adds to the output under full attention, first decode step; C: its sum over all. "
     "The output moves otherwise where it goes, as what stays is weighted anew."
@@ -107,23 +105,23 @@ _OUTPUT_NOTE = (
 
 @record
 class Context(Record):
-    """The surroundings of an entry."""
+    """The text around an entry."""
 
     context: str = column("the entry between ‹ and ›, with the characters around it", heading="in its context")
 
 
 @record
 class Tokens(Result):
-    """The fate of every token of one prompt in one head under two configurations.
+    """The fates of one prompt's tokens in one head under two configurations.
 
     Attributes:
         identity: of the run, of this one sample.
         prompt: the sample's tokens and their text.
         cache_shares: entries of each side's cache over those of the full cache; NaN where the trace does not tell.
-        chosen: whether the head was chosen as the one whose output the treatment changes most, and among which: `layer`
-            or `model`; "" where it was given.
-        fates: of every token: `both` keep it, `baseline` or `treatment` alone, `neither`; `question` is not compressed.
-        losses: of both sides, the evicted entries that add most to the output; None where the trace does not tell.
+        chosen: heads among which the treatment changes this one's output most: `layer` or `model`; "" where the head
+            was given.
+        fates: who keeps each token: `both`, `baseline`, `treatment`, `neither`; `question` is not compressed.
+        losses: evicted entries of both sides that add most to the output; None where the trace does not tell.
         everything: whether the prompt is shown whole.
     """
 
@@ -195,45 +193,45 @@ class Tokens(Result):
 
     @derived()
     def treatment_losses(self) -> tuple[Loss, ...] | None:
-        """The same of the treatment."""
+        """Evicted entries of the treatment that add most to the output, that first; null: the trace does not tell."""
         return self.losses and self.losses[1]
 
     def conclusion(self) -> str:
-        """Return what the treatment keeps instead, and how much less or more the head's output moves with it."""
+        """Return how many tokens both sides keep, and by how much the head's output moves with each side."""
         head, (first, second) = self.shown, side_names(self.baseline, self.treatment)
         why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[self.chosen]
         opening = f"Of '{escape_line(self.sample)}', head {head.name}{why}:"
         if not head.baseline_only and not head.treatment_only:
-            same = f"{second} keeps the same {counted(head.both, 'token')} as {first}"
+            same = f"{second} keeps the same {plural(head.both, 'token')} as {first}"
             return f"{opening} {same} (b = {self.baseline.budget})."
-        kept = f"{head.both:,} of the {counted(head.both + head.baseline_only, 'token')} that {first} keeps"
+        kept = f"{head.both:,} of the {plural(head.both + head.baseline_only, 'token')} that {first} keeps"
         moved = f"{text.percent(head.treatment)} of its norm instead of {text.percent(head.baseline)}"
-        others = counted(head.treatment_only, "other")
+        others = plural(head.treatment_only, "other")
         where = f"(isolated, b = {self.baseline.budget})"
         return f"{opening} {second} keeps {kept}, and {others}; its output moves by {moved} {where}."
 
     def title(self) -> str:
-        """Return both sides, and which heads are listed."""
+        """Return both sides, and the choice of the heads in the table."""
         first, second = side_names(self.baseline, self.treatment)
         layer = f" of layer {self.shown.layer}" if self.chosen == "layer" else ""
         listed = f": heads{layer} that change most, the first is shown" if self.heads else ""
         return f"{second} against {first}{listed}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per head that changes most, or the head that was given."""
+        """Return a line per head that changes most, or one for the given head."""
         return [Line(head.name, (head,)) for head in self.heads or (self.shown,)]
 
-    def tables(self) -> Sequence[Part]:
-        """Return the heads that change most, and the prompt with the fate of its tokens."""
-        return [self.table(), self._legend(), self._passage()]
+    def body(self) -> list[Part]:
+        """Return the table of heads, and the prompt with the fate of its tokens."""
+        return [self.table(), self._legend(), self._prompt_passage()]
 
     def interval_note(self) -> str:
         """Return nothing: the numbers are of one sample."""
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return that the window stays, and how many further pairs there are."""
-        others = f"{counted(self.other_pairs, 'more pair')} of these sides in the trace: --budget chooses one."
+        """Return that the window stays, and the number of further pairs."""
+        others = f"{plural(self.other_pairs, 'more pair')} of these sides in the trace: --budget chooses one."
         return ["Both sides keep the window, the prompt's last tokens.", *([others] if self.other_pairs else [])]
 
     def details(self) -> Sequence[Part]:
@@ -255,7 +253,7 @@ class Tokens(Result):
         ]
 
     def _legend(self) -> HighlightedText:
-        """Return what each look means, with how many tokens have it."""
+        """Return the legend of looks, with the number of tokens of each."""
         words = self._fate_words()
         spans = [Span(f"{words[fate]} {self.counts[fate]:,}", LOOKS[fate]) for fate in words if fate in self.counts]
         return HighlightedText([part for span in spans for part in (span, Span("  ", "plain"))][:-1])
@@ -265,27 +263,27 @@ class Tokens(Result):
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
 
-    def _passage(self) -> HighlightedText:
-        """Return the prompt, long parts in which nothing differs folded."""
+    def _prompt_passage(self) -> HighlightedText:
+        """Return the prompt; long parts without a difference are folded."""
         differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
         spans: list[Span] = []
         for first, end, shown in shown_parts(differs, self.everything):
-            spans += self._spans(first, end) if shown else [Span(f"── {self._folded(first, end)} ──", "aside")]
+            spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
         return HighlightedText(spans)
 
-    def _folded(self, first: int, end: int) -> str:
+    def _fold_note(self, first: int, end: int) -> str:
         counts, words = Counter(self.fates[first:end]), self._fate_words()
         present = [fate for fate in words if counts[fate]]
         listed = ", ".join(f"{counts[fate]:,} {words[fate]}" for fate in present)
-        return f"{counted(end - first, 'token')}: {listed if len(present) > 1 else words[present[0]]}"
+        return f"{plural(end - first, 'token')}: {listed if len(present) > 1 else words[present[0]]}"
 
     def _spans(self, first: int, end: int) -> Iterator[Span]:
-        """Yield tokens of one look as one span, and remarks where the prompt was cut and where its question begins."""
+        """Yield neighbouring tokens of one fate as a span, notes where the prompt was cut or its question begins."""
         cut, question = self.prompt.cut_index, self.prompt.compressed
         borders = {index for index in (cut, question) if index is not None and first <= index < end}
         for start, stop in pairwise([first, *sorted(borders - {first}), end]):
             if start == cut:
-                yield Span(f"── {counted(self.cut_tokens, 'token')} cut out here ──", "aside")
+                yield Span(f"── {plural(self.cut_tokens, 'token')} cut out here ──", "aside")
             if start == question:
                 yield Span("── the question, which is not compressed ──", "aside")
             for fate, group in groupby(range(start, stop), key=self.fates.__getitem__):
@@ -294,12 +292,12 @@ class Tokens(Result):
                     yield Span(words, LOOKS[fate])
 
     def _piece(self, position: int) -> str:
-        """Return a token's text; a dot for a part of a character whose fate is not that of the part that shows it."""
+        """Return a token's text; a dot for a part of a character if the token with its text has another fate."""
         pieces, fates = self.prompt.pieces, self.fates
         if pieces[position]:
             return pieces[position]
-        shows = next((later for later in range(position, len(pieces)) if pieces[later]), position)
-        return _HALF if fates[shows] != fates[position] else ""
+        complete = next((later for later in range(position, len(pieces)) if pieces[later]), position)
+        return _HALF if fates[complete] != fates[position] else ""
 
     def _losses(self) -> list[Part]:
         if self.losses is None:
@@ -318,7 +316,7 @@ class Tokens(Result):
         return table(title, lines, ("context", "output", "share", "kept_by_other"), "position")
 
     def _context(self, position: int) -> str:
-        """Return the token between ‹ and › in one line, with some characters before and after it."""
+        """Return the token between ‹ and ›, with some characters before and after it, in one line."""
         pieces = self.prompt.pieces
         before = _one_line("".join(pieces[max(0, position - _AROUND) : position]))[-_AROUND:]
         after = _one_line("".join(pieces[position + 1 : position + 1 + _AROUND]))[:_AROUND]
@@ -326,6 +324,7 @@ class Tokens(Result):
 
 
 def _one_line(text: str) -> str:
+    """Return text without line breaks and control characters."""
     return show_control_characters(text).replace("\n", "")
 
 
@@ -340,9 +339,9 @@ def tokens(
     budget: float | None = None,
     everything: bool = False,
 ) -> Tokens:
-    """Compare what a head keeps and evicts of a prompt under two configurations, word by word.
+    """Compare the tokens of a prompt that a head keeps and evicts under two configurations.
 
-    Of the evicted entries those are named that add most to the head's output.
+    The result also names the evicted entries that add most to the head's output.
 
     Args:
         trace: from `measure` or `read_trace`, with the prompts' text (`text=True`).
@@ -353,7 +352,7 @@ def tokens(
         baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
         treatment: likewise.
         budget: of both: an integer is entries, another number a share of the prompt. None: the first that both have.
-        everything: show the whole prompt; else what differs and what stands around it.
+        everything: show the whole prompt; else the tokens that differ, with those around them.
 
     Raises TraceError where the trace has no text, no such sample or no such pair, ConfigError for a layer or head that
     the model does not have, and for sides that are no names.
@@ -363,12 +362,12 @@ def tokens(
     >>> [(token.text, token.fate) for token in result.tokens][:2]
     [('The', 'baseline'), (' cat', 'both')]
     """
-    checked(trace, baseline, treatment)
+    check_sides(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
     layers = _layers(trace, layer, head)
     index = None if layer is None else layers.index(layer)
-    chosen = _pairs(trace, baseline, treatment, budget)
-    first, second = chosen[0]
+    matching = _pairs(trace, baseline, treatment, budget)
+    first, second = matching[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
     heads = [] if head is not None else changed_heads(trace, prompt.index, sides, index, _HEADS)
     shown = changed_head(trace, prompt.index, sides, index or 0, head) if head is not None else heads[0]
@@ -383,13 +382,13 @@ def tokens(
         heads=tuple(heads),
         fates=fates(trace, prompt, sides, layers.index(shown.layer), shown.head),
         losses=losses(trace, prompt.index, sides, layers.index(shown.layer), shown.head),
-        other_pairs=len(chosen) - 1,
+        other_pairs=len(matching) - 1,
         everything=everything,
     )
 
 
 def _layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
-    """Return the measured layers. Raises ConfigError where the layer or the head that is given is none of them."""
+    """Return the measured layers. Raises ConfigError for a layer or head that is not among them."""
     layers, heads = trace.arrays["kept_count"].shape[2:]
     if head is not None and layer is None:
         msg = f"expected the layer of head {head}, got none; give both: a layer has {heads} heads"
@@ -406,12 +405,12 @@ def _layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
 
 def _pairs(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:
     """Return the pairs of a budget, or all. Raises TraceError where there is none."""
-    every = pairs(trace.run, baseline, treatment)
+    all_pairs = pairs(trace.run, baseline, treatment)
     if budget is None:
-        return every
-    chosen = [pair for pair in every if pair[1].budget == Budget(budget)]
-    if not chosen:
-        budgets = ", ".join(dict.fromkeys(str(pair[1].budget) for pair in every))
+        return all_pairs
+    matching = [pair for pair in all_pairs if pair[1].budget == Budget(budget)]
+    if not matching:
+        budgets = ", ".join(dict.fromkeys(str(pair[1].budget) for pair in all_pairs))
         msg = f"expected '{baseline}' and '{treatment}' with a budget of {budget}, got a trace of {budgets}"
         raise TraceError(msg)
-    return chosen
+    return matching

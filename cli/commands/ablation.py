@@ -69,7 +69,7 @@ def _rank(
 def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
     """Return each method with its own selection, two stages on three, and controls of the same protection."""
     from perturbkv.analyses.ablation.methods import CONTROLS, baseline_of, control
-    from perturbkv.selection.policies.registry import resolved
+    from perturbkv.selection.policies.registry import normalise
 
     if "policy" in run.typed:
         msg = "--policy has no effect here: --methods names the policies; leave it out"
@@ -84,7 +84,7 @@ def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]
     for config in found:
         base = baseline_of([one for one in found if _alike(one, config)])
         wanted = [control(base, config, selection) for selection in CONTROLS] if base else []
-        controls += [resolved(one) for one in wanted if one is not None]
+        controls += [normalise(one) for one in wanted if one is not None]
     return tuple(dict.fromkeys([*found, *controls]))
 
 

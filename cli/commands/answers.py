@@ -135,9 +135,9 @@ def _judge(
 
 
 def _judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Result:
-    from perturbkv.analyses.quality.judge import judged, preferred
+    from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 
-    return preferred(answers, judge, judgements) if judge.pairwise else judged(answers, judge, judgements)
+    return judge_preferences(answers, judge, judgements) if judge.pairwise else judge_scores(answers, judge, judgements)
 
 
 def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
@@ -255,12 +255,12 @@ def _correlation_configs(
     run: RunOptions, names: list[str] | None, max_new_tokens: int | None
 ) -> tuple[EvictionConfig, ...]:
     """Return the methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
-    from perturbkv.analyses.pairing import LEAST_CONFIGS, ranked_together
+    from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
     from perturbkv.pipeline.answers.generation import check_asked
 
     configs = run.configs(names or parse_methods(METHODS))
     check_asked(configs, max_new_tokens, None)
-    most = max(map(len, ranked_together(configs).values()))
+    most = max(map(len, comparable_groups(configs).values()))
     if most < LEAST_CONFIGS:
         msg = f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"
         raise ConfigError(msg)

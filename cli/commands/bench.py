@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.cli.command_line import typed
 from perturbkv.cli.options import JsonOption
@@ -146,7 +146,7 @@ def compare(
             console.note(f"not measured alike: {other}")
     regressed = [change.name for change in changes if change.regressed]
     if regressed:
-        console.note(f"{counted(len(regressed), 'row')} worse by more than {tolerance:.0%}: {', '.join(regressed)}")
+        console.note(f"{plural(len(regressed), 'row')} worse by more than {tolerance:.0%}: {', '.join(regressed)}")
         raise typer.Exit(1)
 
 
@@ -185,8 +185,8 @@ def _show(report: Report) -> None:
     about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
     console.say(f"{report.machine['device']}: {about}")
     settings = report.settings
-    length = f"{settings['tokens']:,} tokens" if "tokens" in settings else counted(settings["samples"], "sample")
-    told = (settings.get("model", ""), length, counted(settings["repeats"], "repeat"))
+    length = f"{settings['tokens']:,} tokens" if "tokens" in settings else plural(settings["samples"], "sample")
+    told = (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))
     title = ", ".join(filter(None, told))
     rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)

@@ -104,10 +104,10 @@ def _savings(
     ] = None,
 ) -> Analysis:
     """Find the budget at which the baseline does as well (paper, figure 1)."""
-    from perturbkv.analyses.budget.budget_equivalence import checked
+    from perturbkv.analyses.budget.budget_equivalence import check_measures
 
     names, wanted = parse_compare(compare or DEFAULT_COMPARE), run.with_budgets(_SAVINGS_BUDGETS)
-    measures = None if by is None else checked(by)
+    measures = None if by is None else check_measures(by)
 
     def answer(session: Session) -> Result:
         from perturbkv.analyses.budget.savings import savings as analyse
@@ -145,9 +145,9 @@ def _cliff(
     kl: Annotated[str, Option(metavar="X", help="--cliff: thresholds of KL, nat, by commas")] = "0.1,1",
 ) -> Analysis:
     """Find the budget from which on the next token's KL stays below a threshold."""
-    from perturbkv.analyses.budget.cliff import checked_thresholds
+    from perturbkv.analyses.budget.cliff import check_thresholds
 
-    thresholds = checked_thresholds(numbers("--kl", [kl]))
+    thresholds = check_thresholds(numbers("--kl", [kl]))
     sides = None if compare is None else parse_names("--compare", [compare])
     if sides == []:
         msg = f"--compare takes methods such as {_METHODS}, got none"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.cli.commands.generate import shown
 from perturbkv.cli.data_options import DataOptions
@@ -97,7 +97,7 @@ def show_prompt(document: Mapping[str, Any]) -> None:
         ("accepted answers", shown(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
     if document["control_tokens"]:
-        rows.append(("special tokens", f"{counted(document['control_tokens'], 'control token')} inside the text"))
+        rows.append(("special tokens", f"{plural(document['control_tokens'], 'control token')} inside the text"))
     console.table("", ["", ""], rows)
     for piece in document["pieces"]:
         console.say(piece["text"] if "text" in piece else f"── {_told(piece)} ──", bold="mark" in piece)

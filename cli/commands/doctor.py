@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 
@@ -68,7 +68,7 @@ def _converted() -> str:
     from perturbkv.models import user_cache
 
     entries, size = user_cache.usage()
-    return f"{user_cache.cache_folder()} ({counted(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
+    return f"{user_cache.cache_folder()} ({plural(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
 
 
 def _hub_cache() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.cli.commands.trace import HDF5, describe, report_run
 from perturbkv.cli.options import JsonOption
@@ -153,9 +153,7 @@ def report(
         sizes = {"bytes": made.bytes, "samples": made.samples, "configurations": made.configs}
         console.print_json({"file": str(path), **sizes, **about, "full": full})
         return
-    size = (
-        f"{made.bytes / _MILLION:.1f} MB, {counted(made.samples, 'sample')}, {counted(made.configs, 'configuration')}"
-    )
+    size = f"{made.bytes / _MILLION:.1f} MB, {plural(made.samples, 'sample')}, {plural(made.configs, 'configuration')}"
     console.say(f"{path}: {size}; opens in any browser, without network")
 
 

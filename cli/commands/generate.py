@@ -14,7 +14,7 @@ from typer import Option
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
-from perturbkv.analyses.pairing import counted, short_names
+from perturbkv.analyses.pairing import plural, short_names
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.options import MetricOption, RunOptions
@@ -65,7 +65,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
         if moved:
             listed = ", ".join(f"{value:.2f}" for value in moved)
-            console.say(f"{names[label] or 'evicted'}: {counted(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
+            console.say(f"{names[label] or 'evicted'}: {plural(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
 
 
 def _bytes(made: Mapping[str, Any]) -> str:
@@ -202,7 +202,7 @@ def _open(
     if strange := [row for row in rows if not is_row(row)]:
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
     if rows:
-        console.note(f"{counted(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
+        console.note(f"{plural(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
     first_line = begun or {**header, "made_with": about}
     json_lines.write(path, [first_line, *rows])
     return first_line, rows

@@ -72,7 +72,7 @@ def _measure(
     """Return the measured layers, a row of scores for each, and the number of prompts that were answered right."""
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.datasets.encode import check_length, check_vocabulary, encode
-    from perturbkv.datasets.needle import distracted
+    from perturbkv.datasets.needle import add_distraction
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
     from perturbkv.pipeline.answers.answer_heads import Evidence
     from perturbkv.pipeline.answers.answer_heads import head_scores as measured
@@ -84,7 +84,7 @@ def _measure(
     prompts = [
         Evidence(encode(sample, files.tokenizer, chat_template=template, max_tokens=None), sentence)
         for plain in datasets.load("needle", asked, files.tokenizer).samples
-        for sample, sentence in [distracted(plain, seed)]
+        for sample, sentence in [add_distraction(plain, seed)]
     ]
     positions = int(files.config.max_position_embeddings)
     asked_for = itertools.cycle([length for length in lengths for _ in asked.depths])

@@ -77,7 +77,7 @@ def policies(
 
 def _list_policies(as_json: bool) -> None:
     from perturbkv.configs.selections import GIVEN, SELECTABLE
-    from perturbkv.selection.compatibility import pairs
+    from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import known
 
     if as_json:
@@ -95,7 +95,7 @@ def _list_policies(as_json: bool) -> None:
             for row in known()
         ],
     )
-    combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in pairs()]
+    combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in compatible_choices()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
     console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
@@ -131,7 +131,7 @@ def _describe(asked: str, as_json: bool) -> None:
         complete_choice(choice, f"'{choice.name}'", options)
         _show(choice, others[choice.name], "", options, as_json)
     elif choice.name in registry.names() or refers_to_file(choice.name):
-        policy, choice = registry.info(choice.name), registry.spelled(choice)
+        policy, choice = registry.info(choice.name), registry.name_first_argument(choice)
         registry.build(choice)
         _show(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
     else:
@@ -166,8 +166,8 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
 
     name = str(choice)
     if choice.options:
-        kvpress.policy(choice.name).completed(choice)
-    found = {key: _default(value) for key, value in kvpress.described(choice.name).items()}
+        kvpress.policy_class(choice.name).complete(choice)
+    found = {key: _default(value) for key, value in kvpress.press_parameters(choice.name).items()}
     summary = f"{kvpress.Press.summary} ({kvpress.Press.paper})"
     if as_json:
         told = {key: {"default": value, "about": ""} for key, value in found.items()}

@@ -35,7 +35,15 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
 from perturbkv.selection import compatibility
 from perturbkv.selection import grid as spread
-from perturbkv.selection.grid import FIELDS, Asked, asked, check_told, combinations, configuration, unique
+from perturbkv.selection.grid import (
+    FIELDS,
+    ParsedConfig,
+    check_written_options,
+    combinations,
+    configuration,
+    parse_configuration,
+    unique,
+)
 from perturbkv.selection.policies import registry
 from perturbkv.storage.output import OutputFolder
 
@@ -97,9 +105,9 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
     for own in file.grids:
         entries = {**file.options, **own}
         choices = {**given, **{name: entry.values for name, entry in entries.items() if entry.key.sweeps}}
-        asked = [_made(combination, entries, run.cache) for combination in combinations(choices)]
-        check_told(asked)
-        grid = [one.config for one in asked]
+        parsed = [_made(combination, entries, run.cache) for combination in combinations(choices)]
+        check_written_options(parsed)
+        grid = [one.config for one in parsed]
         _check_used(own, run, grid)
         made += grid
     _check_used(file.options, run, made)
@@ -119,9 +127,9 @@ def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]
             raise entry.place.refusal(reason)
 
 
-def _made(combination: dict[str, Any], entries: Entries, cache: str) -> Asked:
+def _made(combination: dict[str, Any], entries: Entries, cache: str) -> ParsedConfig:
     try:
-        made = asked(**combination)
+        made = parse_configuration(**combination)
     except BudgetError as error:  # each value alone is right: budget and window do not go together
         raise _blamed(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
@@ -169,7 +177,7 @@ def _check_alone(entry: Entry) -> None:
     for value, place in zip(entry.values, entry.places, strict=True):
         with place.named():
             if entry.key.sweeps and entry.key.field not in FIELDS:
-                spread.check_options(entry.key.field, value)
+                spread.check_option_value(entry.key.field, value)
             elif entry.key.sweeps:
                 configuration(**{entry.key.field: value, "budget": _WHOLE})  # a budget was checked as it was read
             else:

@@ -19,11 +19,11 @@ import numpy as np
 from perturbkv.analyses.bounds import rank_agreement
 from perturbkv.analyses.bounds.ratios import bounded
 from perturbkv.analyses.horizon.growth import LEAST_STEPS
-from perturbkv.analyses.measurements import EVIDENCE, Measurements, values
-from perturbkv.analyses.pairing import by_selection
+from perturbkv.analyses.measurements import EVIDENCE, Measurements
+from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, POSITIVE, RATIO, Kind, rare_share_of, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, POSITIVE, RATIO, StatisticKind, rare_share_kind, share_kind
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.analyses.verdicts import verdicts
 from perturbkv.storage.trace.trace_file import read_trace
@@ -40,12 +40,12 @@ class Statistic:
     """A number of one configuration, or of two: `of` takes weights (row, sample); None for the samples' median."""
 
     name: str
-    kind: Kind
+    kind: StatisticKind
     of: Callable[[Floats], Floats] | None
     each: Floats
 
 
-def mean(name: str, kind: Kind, each: Floats) -> Statistic:
+def mean(name: str, kind: StatisticKind, each: Floats) -> Statistic:
     """The mean of (sample,) values."""
     return Statistic(name, kind, lambda weights: weights @ each, each)
 
@@ -62,7 +62,7 @@ def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
 
 def statistics(trace: Trace) -> Iterator[Statistic]:
     """Everything that the analyses give an interval, at the first step."""
-    for group in by_selection(trace.run):
+    for group in group_by_selection(trace.run):
         if "attention" in group:
             for treatment in group.values():
                 if treatment != group["attention"]:
@@ -74,34 +74,36 @@ def statistics(trace: Trace) -> Iterator[Statistic]:
 
 def compared(trace: Trace, first: int, second: int) -> Iterator[Statistic]:
     """Two configurations: heads, and drift after the middle and the last layer."""
+    measured = Measurements(trace, "coverage")
     for kind, name in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
-        both, floor = values(trace, f"perturbation_{kind}", "coverage", 0), values(trace, name, "coverage", 0)
+        both, floor = measured[f"perturbation_{kind}"], measured[name]
         better = (verdicts(both[:, first], both[:, second], floor) == 1).reshape(len(both), -1)
         flat = both.reshape(*both.shape[:2], -1)
-        yield mean(f"share of heads better, {kind}", share_of(better.shape[1]), better.mean(axis=1))
+        yield mean(f"share of heads better, {kind}", share_kind(better.shape[1]), better.mean(axis=1))
         yield over(f"ratio of ΣL, {kind}", flat[:, second].sum(axis=1), flat[:, first].sum(axis=1))
         yield middle(f"median head's ratio, {kind}", flat[:, second], flat[:, first])
-    drift = values(trace, "hidden_drift_l1", "coverage", 0)
+    drift = measured["hidden_drift_l1"]
     for layer in (drift.shape[2] // 2, -1):
         yield over("ratio of drift", drift[:, second, layer], drift[:, first, layer])
 
 
 def single(trace: Trace, config: int) -> Iterator[Statistic]:
     """One configuration: σ, drift, KL, and growth over the steps."""
+    measured, all_steps = Measurements(trace, "coverage"), Measurements(trace, "coverage", None)
     for name, words in (("sigma_stage1", "σ"), ("retained_mass", "S")):
-        above = values(trace, name, "coverage", 0)[:, config] > EVIDENCE
-        yield mean(f"share of heads with {words} > 0.5", rare_share_of(above[0].size), above.mean(axis=(1, 2)))
+        above = measured[name][:, config] > EVIDENCE
+        yield mean(f"share of heads with {words} > 0.5", rare_share_kind(above[0].size), above.mean(axis=(1, 2)))
     levels = {
-        "last layer's drift": values(trace, "hidden_drift_l1", "coverage", 0)[:, config, -1],
-        "KL": values(trace, "logit_kl", "coverage", 0)[:, config],
+        "last layer's drift": measured["hidden_drift_l1"][:, config, -1],
+        "KL": measured["logit_kl"][:, config],
     }
     for name, each in levels.items():
         yield mean(f"mean of {name}", POSITIVE, each)
         yield Statistic(f"median of {name}", POSITIVE, None, each)
     third = trace.run.steps // LEAST_STEPS
     if third and trace.measured[trace.ok].all():
-        moved = values(trace, "perturbation_propagated", "coverage")[:, config].sum(axis=(2, 3))
-        relative = moved / values(trace, "output_norm", "coverage").sum(axis=(2, 3))
+        moved = all_steps["perturbation_propagated"][:, config].sum(axis=(2, 3))
+        relative = moved / all_steps["output_norm"].sum(axis=(2, 3))
         yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
 
 
@@ -127,8 +129,12 @@ def coverage(one: Statistic, drawn: Floats) -> dict[str, tuple[float, float]]:
     value = one.of(counts / samples)
     single = np.eye(population)
     left_out = np.stack([one.of((counts - single[drawn[:, place]]) / (samples - 1)) for place in range(samples)])
-    student = Kind(samples, limits=one.kind.limits)
-    kinds = {"Student's t": student, "t, log": Kind(samples, log=True, limits=one.kind.limits), "ours": one.kind}
+    student = StatisticKind(samples, limits=one.kind.limits)
+    kinds = {
+        "Student's t": student,
+        "t, log": StatisticKind(samples, log=True, limits=one.kind.limits),
+        "ours": one.kind,
+    }
     told = {name: _told(truth, *intervals.jackknife(value, left_out, kind)) for name, kind in kinds.items()}
     return {"percentile bootstrap": _told(truth, *_percentile(one.of, drawn[:RESAMPLED], population)), **told}
 

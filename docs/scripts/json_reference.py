@@ -112,7 +112,7 @@ def _rows(kind: type[Record], base: type[Record] | None = None) -> Iterator[str]
         if declared.json and not (base and name in base.columns()):
             unit = f", in {declared.unit}" if declared.unit not in ("", "share") else ""
             axes = f"({', '.join(declared.dims)}) " if declared.dims else ""
-            described = f"{_type(hints[name], declared.dims)} | {text.capital(f'{axes}{declared.meaning}')}{unit}"
+            described = f"{_type(hints[name], declared.dims)} | {text.capitalise(f'{axes}{declared.meaning}')}{unit}"
             yield f"| `{declared.key or name}` | {described} |"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.json_values import config_of
+from perturbkv.analyses.json_values import parse_config_object
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
 from perturbkv.analyses.needle.retrieval import CIRCULAR
 from perturbkv.analyses.pairing import short_names
@@ -50,7 +50,7 @@ def methods(folder: Path) -> None:
     told = needle_of(folder)
     say(f"\n{folder}: {told['scenario']}\n\n| | held / full | found | digits | by length: {told['lengths']} |")
     say("|---|---|---|---|---|")
-    labels = short_names([config_of(method["config"]) for method in told["methods"]])
+    labels = short_names([parse_config_object(method["config"]) for method in told["methods"]])
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
         by_length = " / ".join(f"{100 * np.mean(column):.0f}" for column in np.transpose(method["digits_grid"]))
         held = "–" if method["held"] is None else f"{method['held']:.2f}"
@@ -78,7 +78,7 @@ def levels(folder: Path) -> None:
     told = needle_of(folder)["correlation"]
     say(f"\n{folder}: means over {told['samples']} prompts that the full cache answers")
     for budget in told["budgets"] if told["samples"] else []:
-        names = short_names(list(map(config_of, budget["configs"])))
+        names = short_names(list(map(parse_config_object, budget["configs"])))
         for measure, rows in budget["measured"].items():
             means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
             say(f"  b={budget['name']}, {({**FIRST_STEP_MEASURES, **CIRCULAR})[measure]}: {means}")

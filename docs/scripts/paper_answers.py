@@ -180,7 +180,7 @@ def _chats(output: Path) -> Told:
     sides = [found[way] for way in ("attention", "two-stage")]
     kls = [both for both in zip(*(one["forced"]["kl"] for one in sides), strict=True) if None not in both]
     smaller = np.array([two < one for one, two in kls])
-    interval = json_value(intervals.of_samples(smaller))
+    interval = json_value(intervals.of_share(smaller))
     cells = [
         f"{selection(one['config'])} first differs {_tokens(one['median_first_difference'])}, KL {middle:.3f} nat"
         for one, middle in zip(sides, np.median(kls, axis=0), strict=True)

@@ -21,6 +21,7 @@ from perturbkv.datasets.dataset_registry import DatasetOptions, load
 from perturbkv.datasets.encode import encode
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.sample.prefill import asked, prefill
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 
@@ -99,12 +100,12 @@ def single_heads(trace: Trace) -> None:
 
 def spread(trace: Trace, data_dir: Path) -> None:
     """Coefficient of variation over a head's entries: median over heads, then the range over samples."""
-    run, adapter = trace.run, load_model(trace.run.model)
+    run, adapter = ResolvedRun.of(trace.run), load_model(trace.run.model)
     voting, found = asked(run.configs[0]), {"ν": [], "window attention": []}
     options = DatasetOptions(run.samples, seed=run.seed, data_dir=data_dir)
     for sample in load(run.dataset, options, adapter.tokenizer).samples:
         prompt = encode(sample, adapter.tokenizer, chat_template=run.chat_template, max_tokens=run.max_tokens)
-        seen = prefill(adapter, prompt.token_ids, run.configs, Resources(), prompt.sample_id).statistics
+        seen = prefill(adapter, prompt, run, Resources()).statistics
         for name, layers in (("ν", seen.norms), ("window attention", seen.scored[voting])):
             per_head = [layer[:, SINKS:].std(dim=1) / layer[:, SINKS:].mean(dim=1) for layer in layers]
             found[name].append(float(np.median(np.concatenate(per_head))))

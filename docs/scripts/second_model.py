@@ -19,12 +19,12 @@ from second_figure import draw
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
 from perturbkv.analyses import pairing
-from perturbkv.analyses.heads.head_comparison import perturbed
+from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.heads.heads import compare_heads
-from perturbkv.analyses.json_values import config_of
-from perturbkv.analyses.measurements import Floats, Measurements, held_shares
+from perturbkv.analyses.json_values import parse_config_object
+from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar, share_of
+from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
 from perturbkv.figures import style
 from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.trace.trace_file import read_trace
@@ -156,7 +156,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
     for one in compare_heads(trace, "attention", "two-stage"):
         pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
         for kind in KINDS:
-            both, _ = perturbed(Measurements(trace, "heads"), kind, "l1", pair)
+            both, _ = compared_perturbation(Measurements(trace, "heads"), kind, "l1", pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
                 found.setdefault((pairing.setting_name(one.baseline), name), []).append(over(*sums))
@@ -169,7 +169,7 @@ def over(baseline: Floats, treatment: Floats) -> str:
     def ratio(weights: Floats) -> Floats:
         return np.asarray((weights @ treatment) / (weights @ baseline))
 
-    interval = intervals.scalar(ratio, len(baseline), intervals.RATIO)
+    interval = intervals.of_statistic(ratio, len(baseline), intervals.RATIO)
     return number(float(treatment.sum() / baseline.sum()), ends(interval))
 
 
@@ -208,9 +208,9 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     full = config < 0
     score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
                      for name in ("score", "digits"))  # fmt: skip
-    cells = ["1.00" if full else number(float(held_shares(trace, "needle")[config]))]
-    cells += [shown(score, intervals.of_samples(score > 0))]
-    cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_of(0))) for chosen in zones.values()]
+    cells = ["1.00" if full else number(float(Measurements(trace, "needle").cache_shares[config]))]
+    cells += [shown(score, intervals.of_share(score > 0))]
+    cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_kind(0))) for chosen in zones.values()]
     if full:
         return [*cells, f"{len(places[0])} of {len(places[0])}"]
     chosen = {sample: places[sample] for sample in np.flatnonzero(np.any(list(zones.values()), axis=0))}
@@ -218,12 +218,12 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
     return [*cells, number(kept)]
 
 
-def shown(values: NDArray[np.float64], interval: Scalar) -> str:
+def shown(values: NDArray[np.float64], interval: OptionalInterval) -> str:
     """A mean share with its interval."""
     return percent(float(values.mean()) if len(values) else None, ends(interval))
 
 
-def ends(interval: Scalar) -> Ends:
+def ends(interval: OptionalInterval) -> Ends:
     """An interval as summary.json has it."""
     return interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
 
@@ -238,8 +238,8 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     """What the figure is of: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
-    said = pairing.setting_name(config_of(setting["baseline"]), "alpha")
-    return f"{style.about(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
+    said = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha")
+    return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 
 if __name__ == "__main__":

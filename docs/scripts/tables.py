@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.analyses import pairing
-from perturbkv.analyses.json_values import config_of
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.json_values import parse_config_object
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.choice import parse
 
 CONTENDERS = 4
@@ -106,7 +106,7 @@ def _agreement(found: dict[str, Any]) -> Made:
 def _proven(one: dict[str, Any], shown: str) -> str:
     """The number with its heads and samples; of fewer than five samples these alone."""
     counts = f"n = {one['evidence_values']:,} in {one['evidence_samples']}"
-    return f"{shown}; {counts}" if one["evidence_samples"] >= LEAST else f"–; {counts}"
+    return f"{shown}; {counts}" if one["evidence_samples"] >= MIN_SAMPLES else f"–; {counts}"
 
 
 def assumption(found: dict[str, Any]) -> list[Made]:
@@ -170,7 +170,7 @@ def ablation(found: dict[str, Any]) -> list[Made]:
     """L1 over the baseline's for every row and α, isolated and propagated."""
     made = []
     for setting in found["settings"]:
-        shared = pairing.setting_name(config_of(setting["baseline"]), "alpha", "product")
+        shared = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha", "product")
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
@@ -197,7 +197,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
     """Every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
-        setting = pairing.setting_name(config_of(one["baseline"]))
+        setting = pairing.setting_name(parse_config_object(one["baseline"]))
         cells = [setting if setting != before else "", selection(one["treatment"]),
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
@@ -239,7 +239,7 @@ def methods(found: dict[str, Any]) -> list[Made]:
         rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
         rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
         heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
-        made.append((f"methods, {pairing.setting_name(config_of(one['baseline']))}", heads, rows))
+        made.append((f"methods, {pairing.setting_name(parse_config_object(one['baseline']))}", heads, rows))
     return made
 
 

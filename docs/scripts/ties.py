@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from perturbkv.analyses.heads.half_precision import Agreement, Ties, compare
-from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.storage.trace.trace_file import read_trace
@@ -65,7 +65,7 @@ def row(exact: Trace, rounded: Trace, ties: Ties) -> list[str]:
     ]
 
 
-def share(found: Agreement, interval: Scalar = None) -> str:
+def share(found: Agreement, interval: OptionalInterval = None) -> str:
     """'97.2 % [95.0, 98.8]'; of fewer than five samples the brackets hold their range."""
     ends = f" [{100 * interval.low:.1f}, {100 * interval.high:.1f}]" if interval else ""
     return f"{100 * found.share:.1f} %{ends}" if found.decided else "–"

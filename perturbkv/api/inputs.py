@@ -120,7 +120,7 @@ def planned(
     kept: bool = False,
 ) -> Plan:
     """The plan; with `kept` a given model's weights are told apart from all others: its trace may be gone on with."""
-    chosen = unique(map(policies.resolved, all_of(EvictionConfig, configs, CONFIGS)))
+    chosen = unique(map(policies.normalise, all_of(EvictionConfig, configs, CONFIGS)))
     held = held_prompts(prompts)
     check_model(model)
     for config in chosen:
@@ -128,7 +128,7 @@ def planned(
     needed = any(policies.info(config.policy.name).needs_scores for config in chosen)
     scores = head_scores.from_rows(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
-    files = ModelFiles.of(model)
+    files = ModelFiles.from_adapter(model)
     if kept and files.revision == user_model.GIVEN:
         files = replace(files, revision=user_model.fingerprint(model))
     placement = Placement(model.dtype, torch.device(model.device))

@@ -12,7 +12,7 @@ from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 from perturbkv.storage.judgements import Judge
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.quality.judge import Judged, Preferences
+    from perturbkv.analyses.quality.judge import JudgeScores, Preferences
 
 
 def judge(
@@ -26,7 +26,7 @@ def judge(
     overwrite: bool = False,
     time_limit: float = judges.LIMIT,
     progress: bool = True,
-) -> Judged | Preferences:
+) -> JudgeScores | Preferences:
     """What a judge of one's own thinks of every answer.
 
     The command gets a JSON object per line on its standard input, with an `id`, and writes one per line, in any order:
@@ -45,7 +45,7 @@ def judge(
 
     Raises ConfigError for a command or a file that cannot be used, PluginError for a judge that fails.
     """
-    from perturbkv.analyses.quality.judge import judged, preferred
+    from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 
     check_answers(answers)
     asked = Judge(tuple(split(command)), pairwise, seed, scale)
@@ -54,4 +54,4 @@ def judge(
             answers, asked, path=None if path is None else Path(path), overwrite=overwrite, limit=time_limit,
             progress=drawn.at,
         )  # fmt: skip
-    return preferred(answers, asked, said) if pairwise else judged(answers, asked, said)
+    return judge_preferences(answers, asked, said) if pairwise else judge_scores(answers, asked, said)

@@ -37,7 +37,7 @@ from perturbkv.storage.patching_file import PatchingStore
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.patching.patching import Patching
     from perturbkv.analyses.questions.regret.regret import Regret
-    from perturbkv.analyses.stats.coalition import Path as Chosen
+    from perturbkv.analyses.stats.coalition import GreedyPath
 
 
 _DEFAULT, _SETTINGS, _QUESTION = Resources(), Settings(), PatchingConfig()
@@ -123,8 +123,8 @@ def cost(ready: Plan, asked: PatchingConfig, game: Game) -> dict[str, int]:
 
     players, samples = len(game.players), len(ready.prompts)
     drawn = permutation_count(asked, players)
-    orders = None if drawn is None else coalition.orders(players, drawn, asked.seed)
-    of_shapley = len(coalition.needed(players, orders))
+    orders = None if drawn is None else coalition.draw_orders(players, drawn, asked.seed)
+    of_shapley = len(coalition.required_coalitions(players, orders))
     count = greedy_count(asked, players, samples)
     of_greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.mixtures) - 1
@@ -160,39 +160,42 @@ def run_patching(
 
 
 def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
-    from perturbkv.analyses.questions.patching.patching import conclude
+    from perturbkv.analyses.questions.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
     game, store = measuring.game, measuring.store
     drawn = permutation_count(asked, len(game.players))
-    orders = None if drawn is None else coalition.orders(len(game.players), drawn, asked.seed)
-    passed = coalition.needed(len(game.players), orders)
+    orders = None if drawn is None else coalition.draw_orders(len(game.players), drawn, asked.seed)
+    passed = coalition.required_coalitions(len(game.players), orders)
     found = cost(measuring.ready, asked, game)
     measuring.expect(found["mixtures"], again=found["greedy"] > 0)
     measuring.everywhere([game.mixture(one) for one in passed])
     paths = _greedy(measuring, asked)
-    return conclude(store, game, asked, orders, paths, _digest(store.path))
+    return patching_result(store, game, asked, orders, paths, _digest(store.path))
 
 
-def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[Chosen]:
+def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
     """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
-    from perturbkv.analyses.questions.patching.patching_values import MixtureOutcomes, better, coalition_outcomes
-    from perturbkv.analyses.stats.coalition import Path as Chosen
-    from perturbkv.analyses.stats.coalition import greedy_halves
+    from perturbkv.analyses.questions.patching.patching_values import (
+        MixtureOutcomes,
+        coalition_outcomes,
+        sign_of_better,
+    )
+    from perturbkv.analyses.stats.coalition import GreedyPath, draw_halves
 
     measured = MixtureOutcomes(measuring.store, measuring.game, asked.step)
     players, samples = len(measuring.game.players), measured.samples
     count = greedy_count(asked, players, len(samples))
     if count == 0:
         return []
-    first, second = greedy_halves(len(samples), asked.seed)
-    paths = [Chosen(first, second), Chosen(second, first)]
+    first, second = draw_halves(len(samples), asked.seed)
+    paths = [GreedyPath(first, second), GreedyPath(second, first)]
     for _ in range(count):
         for chosen in paths:
             candidates = chosen.candidates(players)
             measuring.of(candidates, [samples[place] for place in chosen.choosing])
-            own = measured.only(chosen.choosing)
-            chosen.choose(coalition_outcomes(own, candidates, asked.outcome), better(asked.outcome))
+            own = measured.select(chosen.choosing)
+            chosen.choose(coalition_outcomes(own, candidates, asked.outcome), sign_of_better(asked.outcome))
     for chosen in paths:
         measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
     return paths

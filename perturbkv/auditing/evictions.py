@@ -141,7 +141,7 @@ def press_eviction(text: str, budget: Budget) -> Eviction:
 
     Raises ConfigError or UnknownNameError as `kvpress.Press.completed`.
     """
-    choice = kvpress.policy(parse(text).name).completed(parse(text))
+    choice = kvpress.policy_class(parse(text).name).complete(parse(text))
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         cache, press, tokens = DynamicCache(), kvpress.build(choice), input_ids.shape[1]

@@ -24,7 +24,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants.presses import KeptMasks
 from perturbkv.schema import MEASURED_LAYERS
-from perturbkv.selection.policies.registry import resolved
+from perturbkv.selection.policies.registry import normalise
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import Trace
 
@@ -65,7 +65,7 @@ def measure_kept_sets(
     known = {"dataset": "prompts", "dtype": str(adapter.dtype).removeprefix("torch."), "device": adapter.device.type}
     fields = {"model": adapter.name, "revision": adapter.revision, "random_weights": adapter.random_weights, **known}
     asked = RunConfig(configs=(*given[0], *beside), samples=len(prompts), **{**fields, **run})
-    known_run = ResolvedRun.of(asked)
+    known_run = ResolvedRun.from_run(asked)
     measured = [
         trace_sample(adapter, prompt, known_run, resources, masks) for prompt, masks in zip(prompts, given, strict=True)
     ]
@@ -150,7 +150,7 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
         )
         for selection in CONTROLS if most > 1
     )  # fmt: skip
-    return tuple(map(resolved, made)), freed
+    return tuple(map(normalise, made)), freed
 
 
 def _masks(sets: Sets, tokens: int) -> list[Tensor]:

@@ -174,7 +174,7 @@ def traced(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[Evictio
 
 
 def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
-    return ResolvedRun.of(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
+    return ResolvedRun.from_run(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
 
 
 def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
@@ -268,7 +268,9 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
     prompts = Prompts((Prompt("benchmark", tuple(prompt(tokens)), 0, answers=("0",)),), "benchmark")
     placement = Placement(adapter.dtype, torch.device(adapter.device))
     settings = Settings(generate=answer)
-    planned = plan(ModelFiles.of(adapter), placement, prompts, configurations(12), settings, Resources(), adapter)
+    planned = plan(
+        ModelFiles.from_adapter(adapter), placement, prompts, configurations(12), settings, Resources(), adapter
+    )
     runs: dict[str, Callable[[], object]] = {
         "plain": lambda: plain(adapter, prompts[0].token_ids, answer - 1),
         "scored": lambda: trace_sample(adapter, prompts[0], planned.resolved, planned.resources),

@@ -136,7 +136,7 @@ def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.de
     for found in layers:
         layer: Lengths = [[] for _ in range(configs)]
         for group in found:
-            for place in group.places:
+            for place in group.config_indices:
                 layer[place] = [next(numbers) for _ in range(group.kept_heads)]
         result.append(layer)
     return result
@@ -155,11 +155,11 @@ def keep(
     """
     masks, order = [], []
     for group in found:
-        rows = [row for row, place in enumerate(group.places) if place in batch]
+        rows = [row for row, place in enumerate(group.config_indices) if place in batch]
         if rows:
-            chosen = slice(None) if len(rows) == len(group.places) else to_device(rows, key.device)
+            chosen = slice(None) if len(rows) == len(group.config_indices) else to_device(rows, key.device)
             masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
-            order += [group.places[row] for row in rows]
+            order += [group.config_indices[row] for row in rows]
     kept = torch.cat(masks)
     segment, position = _nonzero(kept, sum(sum(lengths[place]) for place in order))
     starts = to_device([start for place in order for start in _starts(len(lengths[place]), *key.shape[:2])], key.device)

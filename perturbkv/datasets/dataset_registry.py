@@ -74,7 +74,7 @@ class DatasetOptions:
             raise UnknownNameError(self.haystack, "haystack", ("prose", "noise"))
 
 
-class Worded(Protocol):
+class TaskWording(Protocol):
     """The part of LongBench's and RULER's wordings that is used here."""
 
     @property
@@ -94,7 +94,7 @@ class LoadedDataset:
 
     samples: tuple[Sample, ...]
     options: dict[str, Any]
-    wordings: tuple[Worded, ...] = ()
+    wordings: tuple[TaskWording, ...] = ()
 
     @property
     def generation_length(self) -> int:
@@ -103,7 +103,7 @@ class LoadedDataset:
 
     @property
     def chat_template(self) -> bool:
-        """Whether a tokenizer's chat template is used, unless the user chooses.
+        """True where a tokenizer's chat template is used, unless the user chooses.
 
         Raises ConfigError where some samples need it and others must go without.
         """

@@ -26,12 +26,12 @@ class TokenIds(Sequence[int]):
     takes 36 bytes per id. Raises TypeError for anything but integers, OverflowError beyond 64 bits.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_ids",)
 
     def __init__(self, ids: Iterable[int]) -> None:
         whole = np.array(ids if isinstance(ids, TokenIds) else array("q", ids))
         narrow = whole.astype(np.int32)
-        self._held: NDArray[Any] = narrow if np.array_equal(narrow, whole) else whole
+        self._ids: NDArray[Any] = narrow if np.array_equal(narrow, whole) else whole
 
     @overload
     def __getitem__(self, place: int) -> int: ...
@@ -40,21 +40,21 @@ class TokenIds(Sequence[int]):
     def __getitem__(self, place: slice) -> tuple[int, ...]: ...
 
     def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
-        ids = self._held[place].tolist()
+        ids = self._ids[place].tolist()
         return tuple(ids) if isinstance(place, slice) else int(ids)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._held.tolist())
+        return iter(self._ids.tolist())
 
     def __add__(self, behind: Iterable[int]) -> tuple[int, ...]:
         return (*self, *behind)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
-            return np.array_equal(self._held, other._held)
+            return np.array_equal(self._ids, other._ids)
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
@@ -64,10 +64,10 @@ class TokenIds(Sequence[int]):
         return repr(tuple(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.array(self._held, dtype=dtype)
+        return np.array(self._ids, dtype=dtype)
 
     def __reduce__(self) -> tuple[type[TokenIds], tuple[array[int]]]:
-        return TokenIds, (array("i" if self._held.dtype == np.int32 else "q", self._held.tobytes()),)
+        return TokenIds, (array("i" if self._ids.dtype == np.int32 else "q", self._ids.tobytes()),)
 
 
 class Tokenizer(Protocol):
@@ -205,14 +205,14 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     if max_tokens is not None and max_tokens < 2:
         msg = f"--max-tokens must be at least 2, got {max_tokens}"
         raise ConfigError(msg)
-    laid = _render(sample, tokenizer, chat_template)
+    rendered = _render(sample, tokenizer, chat_template)
     more = {"add_special_tokens": False} if chat_template else {}
-    ids = tuple(tokenizer(laid.text, **more)["input_ids"])
-    context = _context_tokens(laid, tokenizer, ids, more)
+    ids = tuple(tokenizer(rendered.text, **more)["input_ids"])
+    context = _context_tokens(rendered, tokenizer, ids, more)
     kept, question = cut_middle(ids, max_tokens), len(ids) - context
     if len(kept) < len(ids):
-        _check_question(sample.id, question, len(kept), len(ids))
-    around = tokenizer(laid.template_text, **more)["input_ids"]
+        _check_question_fits(sample.id, question, len(kept), len(ids))
+    around = tokenizer(rendered.template_text, **more)["input_ids"]
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
@@ -251,16 +251,16 @@ def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Render
     return RenderedPrompt(text, _context_end(sample, text, start), around)
 
 
-def _context_tokens(laid: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
+def _context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
     """Return the number of tokens up to the end of the context; a token across the border belongs to the question.
 
     All tokens for a sample without a question, at most one less for one with.
     """
-    if laid.border < 0:
+    if rendered.border < 0:
         return len(ids)
-    before = tokenizer(laid.text[: laid.border], **more)["input_ids"]
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
-    return min(alike, len(ids) - 1)
+    before = tokenizer(rendered.text[: rendered.border], **more)["input_ids"]
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
+    return min(common, len(ids) - 1)
 
 
 def _context_end(sample: Sample, text: str, start: int) -> int:
@@ -277,7 +277,7 @@ def _context_end(sample: Sample, text: str, start: int) -> int:
     return begin if begin < 0 else begin + min(max(len(sample.context) - lead, 0), len(bare))
 
 
-def _check_question(sample: str, question: int, kept: int, whole: int) -> None:
+def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> None:
     """Raise DatasetError unless the last half of `kept` tokens holds the question: a cut one is another question."""
     last = kept - first_half(kept)
     if question > last:
@@ -309,25 +309,25 @@ def check_length(prompt: Prompt, positions: int, steps: int, length: int | None 
     """
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:
-        option, beside = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
+        option, not_counted = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
         msg = (
             f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, beside)}"
+            f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, not_counted)}"
         )
         raise DatasetError(msg)
 
 
-def _length_hint(tokens: int, positions: int, steps: int, option: str, beside: int) -> str:
+def _length_hint(tokens: int, positions: int, steps: int, option: str, not_counted: int) -> str:
     """Return what to do so that prompt and decode steps fit; never a length that no prompt can have.
 
-    `beside` counts tokens of the prompt that the option does not include.
+    `not_counted` are tokens of the prompt that the option does not include.
     """
-    if positions - steps - beside >= 2:
-        return f"use {option} {positions - steps - beside} or less"
+    if positions - steps - not_counted >= 2:
+        return f"use {option} {positions - steps - not_counted} or less"
     if tokens < positions:
         return f"decode at most {positions - tokens}"
-    if positions > 2 + beside:
-        return f"decode at most {positions - 2 - beside}, and use {option} for what they leave"
+    if positions > 2 + not_counted:
+        return f"decode at most {positions - 2 - not_counted}, and use {option} for what they leave"
     return "use a model of more positions"
 
 

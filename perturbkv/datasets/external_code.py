@@ -19,12 +19,12 @@ def run_file(path: Path, stand_in: StandIn) -> dict[str, Any]:
     Raises OSError, SyntaxError and ImportError as importing the file would.
     """
 
-    def imported(name: str, *more: Any) -> Any:
-        chosen = stand_in(name)
-        return builtins.__import__(name, *more) if chosen is None else chosen
+    def import_module(name: str, *more: Any) -> Any:
+        substitute = stand_in(name)
+        return builtins.__import__(name, *more) if substitute is None else substitute
 
     tree = ast.fix_missing_locations(_Stoppable().visit(ast.parse(path.read_text(encoding="utf-8"))))
-    own = {**vars(builtins), "__import__": imported, "print": lambda *said, **more: None}
+    own = {**vars(builtins), "__import__": import_module, "print": lambda *texts, **options: None}
     names: dict[str, Any] = {"__name__": path.stem, "__builtins__": own}
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)
     return names

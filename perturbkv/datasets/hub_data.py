@@ -15,7 +15,7 @@ def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "")
     """
     try:
         repository = hub.find(repo, revision, "dataset")
-        repository.bring([file])
+        repository.download([file])
     except HubError as error:
         msg = (
             f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({error}); bring it "

@@ -29,12 +29,12 @@ class Row:
 
     Attributes:
         fields: the parsed fields.
-        place: index of the row among the file's rows, from 0.
+        index: index of the row among the file's rows, from 0.
         where: file and line, for errors.
     """
 
     fields: Mapping[str, Any]
-    place: int
+    index: int
     where: str
 
     def text(self, name: str) -> str:
@@ -63,19 +63,19 @@ class Row:
         if not isinstance(value, str | int) or isinstance(value, bool):
             msg = f"expected `{name}` to be text or a whole number, got {kind(value)}"
             raise self.refusal(msg)
-        return self.encodable(f"`{name}`", str(value)) or str(self.place)
+        return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
-    def placed_identity(self, name: str) -> str:
+    def indexed_identity(self, name: str) -> str:
         """Return the row's index followed by the field, for data whose own ids repeat.
 
         The index alone without the field.
         """
         named = self.fields.get(name) is not None and self.identity(name)
-        return f"{self.place}-{named}" if named and self.fields[name] else str(self.place)
+        return f"{self.index}-{named}" if named and self.fields[name] else str(self.index)
 
     def own_identity(self) -> str:
         """Return the field `id`; without it, the row's index and LongBench's `_id`."""
-        return self.placed_identity("_id") if self.fields.get("id") is None else self.identity("id")
+        return self.indexed_identity("_id") if self.fields.get("id") is None else self.identity("id")
 
     def sample(self, **fields: Any) -> Sample:
         """Return the sample of these fields. Raises DatasetError with file and line."""
@@ -134,7 +134,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, content
 
 
-def _parse(content: str, place: int, where: str) -> Row:
+def _parse(content: str, index: int, where: str) -> Row:
     try:
         document = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
     except ValueError as error:
@@ -143,7 +143,7 @@ def _parse(content: str, place: int, where: str) -> Row:
     if not isinstance(document, dict):
         msg = f"{where}: expected a JSON object, got {kind(document)}"
         raise DatasetError(msg)
-    return Row(document, place, where)
+    return Row(document, index, where)
 
 
 ROLES = ("system", "user", "assistant")
@@ -156,7 +156,7 @@ def chat_sample(row: Row) -> Sample:
     if "prompt" in row.fields:
         msg = "expected `prompt` or `messages`, got both; leave one out"
         raise row.refusal(msg)
-    messages = tuple(_message(row, place, one) for place, one in enumerate(_message_list(row)))
+    messages = tuple(_message(row, index, one) for index, one in enumerate(_message_list(row)))
     *earlier, last = messages
     _check_last(row, last)
     return row.sample(
@@ -178,23 +178,23 @@ def _message_list(row: Row) -> list[Any]:
     return messages
 
 
-def _message(row: Row, place: int, found: Any) -> Message:
-    """Return one message with a known role and a text; `place` counts from 0. Raises DatasetError."""
-    if not isinstance(found, dict):
-        msg = f"expected message {place + 1} to be an object with `role` and `content`, got {kind(found)}"
+def _message(row: Row, index: int, value: Any) -> Message:
+    """Return one message with a known role and a text; `index` counts from 0. Raises DatasetError."""
+    if not isinstance(value, dict):
+        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {kind(value)}"
         raise row.refusal(msg)
-    role, text = found.get("role"), found.get("content")
+    role, text = value.get("role"), value.get("content")
     if role not in ROLES:
         got = repr(role)[:40] if isinstance(role, str) else kind(role)
-        msg = f"expected message {place + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
+        msg = f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
         raise row.refusal(msg)
-    if calls := next((name for name in _CALLS if found.get(name)), None):
-        msg = f"expected message {place + 1} to be text alone, got `{calls}` beside it; leave such chats out"
+    if calls := next((name for name in _CALLS if value.get(name)), None):
+        msg = f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
         raise row.refusal(msg)
     if not isinstance(text, str):
-        msg = f"expected the `content` of message {place + 1} to be text, got {kind(text)}"
+        msg = f"expected the `content` of message {index + 1} to be text, got {kind(text)}"
         raise row.refusal(msg)
-    return Message(role, row.encodable(f"the content of message {place + 1}", text))
+    return Message(role, row.encodable(f"the content of message {index + 1}", text))
 
 
 def _check_last(row: Row, last: Message) -> None:

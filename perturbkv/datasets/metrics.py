@@ -42,15 +42,15 @@ def f1(text: str, answers: Sequence[str]) -> float:
     return max((_f1(words, expected) for words, expected in _words(text, answers)), default=0.0)
 
 
-def _f1(found: list[str], expected: list[str]) -> float:
-    common = (Counter(found) & Counter(expected)).total()
-    return 2 * common / (len(found) + len(expected)) if common else 0.0
+def _f1(words: list[str], expected: list[str]) -> float:
+    common = (Counter(words) & Counter(expected)).total()
+    return 2 * common / (len(words) + len(expected)) if common else 0.0
 
 
 def _words(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the words of the text and of each answer, normalised as far as leaves the answer any words."""
     for answer in answers:
-        bare = next((bare for bare in _BARE if bare(answer)), str.split)
+        bare = next((bare for bare in _NORMALISATIONS if bare(answer)), str.split)
         yield bare(text), bare(answer)
 
 
@@ -66,7 +66,7 @@ def _split_words(text: str) -> list[str]:
     return text.lower().split()
 
 
-_BARE = (_content, _without_punctuation, _split_words)
+_NORMALISATIONS = (_content, _without_punctuation, _split_words)
 """Normalisations of a text to words, the strongest first."""
 
 
@@ -119,22 +119,22 @@ class Metric:
     grade: Grade
 
 
-def metric(named: str) -> Metric | None:
+def metric(name: str) -> Metric | None:
     """Return the metric of a dataset, or one of `CHOICES`; None for an empty name.
 
     Raises DatasetError where a package is missing or of an unknown version.
     """
-    if named in CHOICES:
-        return Metric(named, CHOICES[named]())
-    if named == "needle":
+    if name in CHOICES:
+        return Metric(name, CHOICES[name]())
+    if name == "needle":
         return metric("exact-number")
-    if not named:
+    if not name:
         return None
-    if named.startswith(RULER_PREFIX):
-        name, ruler = grader(named)
-        return Metric(name, _ignoring_classes(ruler))
-    worded = wording.read(named)
-    return Metric(worded.metric, _longbench_grade(worded.function, worded.until))
+    if name.startswith(RULER_PREFIX):
+        metric_name, grade = grader(name)
+        return Metric(metric_name, _ignoring_classes(grade))
+    task = wording.read(name)
+    return Metric(task.metric, _longbench_grade(task.function, task.until))
 
 
 def check_name(name: str) -> None:

@@ -144,7 +144,7 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def distracted(sample: Sample, seed: int) -> tuple[Sample, str]:
+def add_distraction(sample: Sample, seed: int) -> tuple[Sample, str]:
     """Return a needle sample with another city's fact after its own, and the sentence of its own fact.
 
     Raises DatasetError for a sample that is not of the needle dataset.

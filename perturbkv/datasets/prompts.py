@@ -143,12 +143,12 @@ def load(
     )
     dataset_registry.check_name(name)
     if dataset_registry.uses_option(name, "lengths") and positions is not None:
-        _check_made(name, max(requested.lengths), max_tokens, positions)
+        _check_length(name, max(requested.lengths), max_tokens, positions)
     loaded = dataset_registry.load(name, requested, tokenizer)
     return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=requested.seed)
 
 
-def _check_made(name: str, length: int, max_tokens: int | None, positions: int) -> None:
+def _check_length(name: str, length: int, max_tokens: int | None, positions: int) -> None:
     """Raise DatasetError for a prompt that, cut or not, is longer than the model allows."""
     if min(length, max_tokens or length) > positions:
         msg = (

@@ -68,7 +68,7 @@ def turn_frame(tokenizer: Any) -> tuple[str, int]:
     return marked, max(marked.find(_MARK), 0)
 
 
-def after_turn(tokenizer: Any) -> str:
+def text_after_turn(tokenizer: Any) -> str:
     """Return what a chat template puts after a user's turn, up to the answer; empty for a tokenizer without one."""
     return render_turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
 

@@ -47,7 +47,7 @@ class Wording:
 
     @property
     def has_question(self) -> bool:
-        """Whether a row's own question is a part of the prompt."""
+        """True where a row's own question is a part of the prompt."""
         return "question" in self.template
 
     def surrounding_text(self, question: str) -> tuple[str, str]:
@@ -76,7 +76,7 @@ def read(dataset: str) -> Wording:
     version = importlib.metadata.version("lm_eval")
     try:
         document = read_yaml(folder / f"{dataset}.yaml")
-        made = Wording(
+        wording = Wording(
             dataset,
             str(document["doc_to_text"]),
             int(document["generation_kwargs"]["max_gen_toks"]),
@@ -87,10 +87,10 @@ def read(dataset: str) -> Wording:
     except (OSError, KeyError, TypeError, ValueError) as error:
         msg = f"expected {dataset}.yaml as lm-eval 0.4.13 has it, got that of lm-eval {version} ({error}); {INSTALL}"
         raise DatasetError(msg) from None
-    if made.template.count(CONTEXT) != 1:
-        msg = f"expected {CONTEXT} once in {dataset}.yaml of lm-eval {version}, got '{made.template}'; {INSTALL}"
+    if wording.template.count(CONTEXT) != 1:
+        msg = f"expected {CONTEXT} once in {dataset}.yaml of lm-eval {version}, got '{wording.template}'; {INSTALL}"
         raise DatasetError(msg)
-    return made
+    return wording
 
 
 def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:
@@ -107,7 +107,7 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     loader = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_constructor("!function", lambda made, node: made.construct_scalar(node))  # type: ignore[attr-defined]
+    loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[attr-defined]
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # a SafeLoader
     except yaml.YAMLError as error:

@@ -128,7 +128,7 @@ class Measuring:
     def prepare(self, models: Models) -> Do:
         """Load the model and return the function that measures a `Part`."""
         import_registered(self.modules, self.run)
-        adapter, run = models.get(self.model), ResolvedRun.of(self.run)
+        adapter, run = models.get(self.model), ResolvedRun.from_run(self.run)
 
         def measured(part: Part) -> SampleTrace | FailedSample:
             prompt, found = part.prompt.prompt(), list[SampleTrace | FailedSample]()
@@ -188,7 +188,7 @@ class Answering:
     def prepare(self, models: Models) -> Do:
         """Load the model and return the function that answers a `Packed` prompt."""
         import_registered(self.modules, self.run)
-        adapter, run = models.get(self.model), ResolvedRun.of(self.run)
+        adapter, run = models.get(self.model), ResolvedRun.from_run(self.run)
 
         def answer(packed: Packed) -> Answered:
             return answered(adapter, packed.prompt(), run, self.options, self.resources)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from perturbkv.errors import ModelError, PerturbkvError
-from perturbkv.models.adapter import Adapter, Opened
+from perturbkv.models.adapter import Adapter, OpenArguments
 from perturbkv.models.loading import check_memory, load_weights, open_model
 from perturbkv.pipeline.run.plan import Plan
 
@@ -30,13 +30,13 @@ class ModelSpec:
     """A task's model, as any process can open it.
 
     Attributes:
-        opened: its name, seed and commit.
+        open_arguments: its name, seed and commit.
         revision: identifies its weights.
         dtype: such as float32.
         beside: bytes that its caches take beside the weights.
     """
 
-    opened: Opened
+    open_arguments: OpenArguments
     revision: str
     dtype: str
     beside: int
@@ -45,26 +45,26 @@ class ModelSpec:
     def of(cls, planned: Plan, beside: int) -> ModelSpec:
         """Return the model of a plan. Raises ModelError for one that no other process can open."""
         files = planned.files
-        if files.opened is None:
+        if files.open_arguments is None:
             msg = (
                 f"expected a model that worker processes can open by its name, got '{files.name}', which was given "
                 "loaded; name it, as in pk.load_model('folder'), or measure without workers"
             )
             raise ModelError(msg)
-        return cls(files.opened, files.revision, str(planned.placement.dtype).removeprefix("torch."), beside)
+        return cls(files.open_arguments, files.revision, str(planned.placement.dtype).removeprefix("torch."), beside)
 
     def load(self, device: torch.device) -> Adapter:
         """Return the model with its weights.
 
         Raises as `open_model` and `load_weights`; ModelError for other weights.
         """
-        files = open_model(self.opened.name, self.opened.seed, self.opened.revision)
+        files = open_model(self.open_arguments.name, self.open_arguments.seed, self.open_arguments.revision)
         if files.revision != self.revision:
             msg = f"expected model '{files.name}' of {self.revision} on every machine, got {files.revision} on this one"
             raise ModelError(msg)
         dtype = getattr(torch, self.dtype)
         check_memory(files, dtype, device, self.beside)
-        return load_weights(files, dtype, device, self.opened.seed)
+        return load_weights(files, dtype, device, self.open_arguments.seed)
 
 
 @dataclass

@@ -21,11 +21,11 @@ from perturbkv.configs.resources import Shape
 from perturbkv.errors import ModelError
 from perturbkv.models import projection
 from perturbkv.models.families import FAMILIES, Family, check_family, check_layers
-from perturbkv.models.stored_weights import Stored
+from perturbkv.models.stored_weights import WeightStorage
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenArguments:
     """Arguments of `models.loading.open_model` that open the same model; a hub's `revision` is the commit."""
 
     name: str
@@ -44,7 +44,7 @@ class Adapter:
         revision: version of the weights.
         random_weights: whether the weights are random.
         stored: storage of its weights.
-        opened: how another process opens it; None for a user's model.
+        open_arguments: how another process opens it; None for a user's model.
     """
 
     model: Any
@@ -52,8 +52,8 @@ class Adapter:
     name: str
     revision: str = ""
     random_weights: bool = False
-    stored: Stored = Stored("unknown")
-    opened: Opened | None = None
+    stored: WeightStorage = WeightStorage("unknown")
+    open_arguments: OpenArguments | None = None
 
     def __post_init__(self) -> None:
         check_family(self.model.config, self.name)
@@ -91,7 +91,7 @@ class Adapter:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some layers are not measured, because they hold a sliding window of their own."""
+        """True where some layers are not measured, because they have a sliding window of their own."""
         return layer_types.is_mixed(self.config)
 
     @cached_property
@@ -173,7 +173,7 @@ class Adapter:
         """Return the index among the measured layers of the one that an attention module belongs to."""
         return next(index for index, module in enumerate(self.attentions) if module is attention)
 
-    def held(self, cache: Any, layer: int) -> Any:
+    def cache_layer(self, cache: Any, layer: int) -> Any:
         """Return a measured layer's part of a cache of all layers."""
         return cache.layers[self.layer_indices[layer]]
 

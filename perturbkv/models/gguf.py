@@ -140,7 +140,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _check_version(path, data)
             try:
-                tensors, start = _walk(_Reader(data))
+                tensors, start = _read_tensors(_Reader(data))
             except _CutError:
                 msg = f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
                 raise ModelError(msg) from None
@@ -148,7 +148,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     return tensors
 
 
-def _walk(reader: _Reader) -> tuple[list[StoredTensor], int]:
+def _read_tensors(reader: _Reader) -> tuple[list[StoredTensor], int]:
     """Return all tensors, and the byte offset of the tensor data."""
     reader.at = len(_MAGIC) + 4  # magic and version
     count, pairs = reader.number("Q"), reader.number("Q")
@@ -240,13 +240,13 @@ _log = logging.getLogger(__name__)
 def convert(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
     """Return the folder of a GGUF file converted to safetensors, and convert it where the cache has none.
 
-    `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotKeptError where it cannot be
+    `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotCachedError where it cannot be
     cached, ModelError for an unsupported family and for an incomplete or unreadable file.
     """
 
     def fill(folder: Path) -> None:
-        place = user_cache.cache_folder()
-        _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.gguf_file, place)
+        cache = user_cache.cache_folder()
+        _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.gguf_file, cache)
         _convert(gguf, tensors, folder)
 
     return user_cache.cached_folder(entry_name(digest), fill)
@@ -255,8 +255,8 @@ def convert(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Pat
 def entry_name(digest: bytes) -> str:
     """Return the cache entry's name, from the file, the converter and the versions of the libraries in use."""
     versions = "-".join(importlib.metadata.version(library) for library in _LIBRARIES)
-    made_by = hashlib.sha256(f"{CONVERTER}-{versions}".encode()).hexdigest()
-    return f"gguf-{digest.hex()[:32]}-{made_by[:8]}"
+    maker = hashlib.sha256(f"{CONVERTER}-{versions}".encode()).hexdigest()
+    return f"gguf-{digest.hex()[:32]}-{maker[:8]}"
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -289,12 +289,12 @@ def check_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer. Raises NotKeptError where reading it gives another one."""
+    """Write the tokenizer. Raises NotCachedError where reading it gives another one."""
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     (folder / _SETTINGS).write_text(json.dumps(_settings(tokenizer)), encoding="utf-8")
     if _state(read_tokenizer(folder)) != _state(tokenizer):
         msg = f"a {type(tokenizer).__name__} does not come back as it was"
-        raise user_cache.NotKeptError(msg)
+        raise user_cache.NotCachedError(msg)
 
 
 def _state(tokenizer: Any) -> tuple[Any, ...]:

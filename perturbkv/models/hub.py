@@ -51,8 +51,8 @@ def unreachable() -> str:
     if urllib.request.getproxies().get(endpoint.scheme):
         return ""
     try:
-        place = (endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 443))
-        socket.create_connection(place, _CONNECT_TIMEOUT).close()
+        address = (endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 443))
+        socket.create_connection(address, _CONNECT_TIMEOUT).close()
     except OSError as error:
         return f"{constants.ENDPOINT} cannot be reached: {error.strerror or error}"
     return ""
@@ -105,31 +105,31 @@ class _CutError(Exception):
     """A download that ended before the file did."""
 
 
-def download(file: RemoteFile, url: str, place: Path, lock: Path) -> None:
+def download(file: RemoteFile, url: str, path: Path, lock: Path) -> None:
     """Download a file to its path in the cache, unless another process does so at the same time.
 
     Raises HubError, which says how much was downloaded and what to do.
     """
-    partial = place.with_name(f"{place.name}.perturbkv-partial")
-    with explain_write_errors(place, file, partial):
-        place.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.perturbkv-partial")
+    with explain_write_errors(path, file, partial):
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
-            if not place.is_file():
+            if not path.is_file():
                 _download(file, url, partial)
                 _check(file, partial)
-                partial.replace(place)
+                partial.replace(path)
 
 
 @contextmanager
-def explain_write_errors(place: Path, file: RemoteFile, partial: Path | None = None) -> Iterator[None]:
+def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = None) -> Iterator[None]:
     """Turn the system's errors on writing into the hub's cache into a HubError."""
     try:
         yield
     except OSError as error:
         came = f" at {format_size(_size(partial))} of {format_size(file.size)}, which are kept" if partial else ""
         msg = (
-            f"{file.name} cannot be written to {place.parent} ({error.strerror or error}){came}; make room there, or "
+            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){came}; make room there, or "
             "set HF_HOME to another place"
         )
         raise HubError(msg) from error
@@ -238,10 +238,10 @@ class Repository:
 
     def names(self) -> set[str]:
         """Return the names of all files: on the hub, or on disk where the hub could not be reached."""
-        there = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
-        return set(self.files) or there
+        on_disk = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
+        return set(self.files) or on_disk
 
-    def bring(self, names: Iterable[str]) -> None:
+    def download(self, names: Iterable[str]) -> None:
         """Download the files of these names that the snapshot lacks. Raises HubError."""
         missing = sorted({name for name in names if not (self.folder / name).is_file()})
         for name in missing:
@@ -250,29 +250,29 @@ class Repository:
                 msg = f"{name} is not in {'the cache of it on disk' if why else 'the repository'}{why}"
                 raise HubError(msg)
         files = [self.files[name] for name in missing]
-        self._check_room(files)
+        self._check_disk_space(files)
         for file in files:
-            self._bring(file)
+            self._download_file(file)
 
-    def _bring(self, file: RemoteFile) -> None:
+    def _download_file(self, file: RemoteFile) -> None:
         home = _home(self.id, self.kind)
-        place = home / "blobs" / file.etag
+        path = home / "blobs" / file.etag
         lock = Path(constants.HF_HUB_CACHE, ".locks", home.name, f"{file.etag}.lock")
         if file.size >= _ANNOUNCED_SIZE:
             _log.info("downloading %s of %s (%s), once, into %s", file.name, self.id, format_size(file.size), home)
-        download(file, hf_hub_url(self.id, file.name, repo_type=self.kind, revision=self.commit), place, lock)
-        with explain_write_errors(place, file):
-            _link(self.folder / file.name, place)
+        download(file, hf_hub_url(self.id, file.name, repo_type=self.kind, revision=self.commit), path, lock)
+        with explain_write_errors(path, file):
+            _link(self.folder / file.name, path)
 
-    def _check_room(self, files: Iterable[RemoteFile]) -> None:
+    def _check_disk_space(self, files: Iterable[RemoteFile]) -> None:
         """Raise HubError where the disk is too full for these files."""
         cache = Path(constants.HF_HUB_CACHE)
-        there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-        needed, free = sum(file.size for file in files), shutil.disk_usage(there).free
+        folder = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
         if needed > free:
             msg = (
-                f"it takes {format_size(needed)} and {format_size(free)} are free in {there}; make room there, or "
-                "set HF_HOME to another place"
+                f"it takes {format_size(needed)} and {format_size(free)} are free in {folder}; make room there, or set HF_HOME to "
+                "another place"
             )
             raise HubError(msg)
 
@@ -304,7 +304,7 @@ def _request_repository(name: str, revision: str, kind: str) -> Repository:
     """
     what = f"revision '{revision}' of {name}" if revision else name
     try:
-        info = _info(name, revision, kind)
+        info = _request_info(name, revision, kind)
     except HfHubHTTPError as error:
         if error.response.status_code >= 500:
             msg = f"HTTP {error.response.status_code}"
@@ -315,14 +315,14 @@ def _request_repository(name: str, revision: str, kind: str) -> Repository:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{constants.ENDPOINT} answers what no hub would; check HF_ENDPOINT, or the network's login page"
         raise HubError(msg) from error
-    files = {one.rfilename: _file(one) for one in info.siblings or () if _is_inside(one.rfilename)}
+    files = {one.rfilename: _remote_file(one) for one in info.siblings or () if _is_inside(one.rfilename)}
     repository = Repository(name, kind, str(info.sha), files)
     if not _COMMIT.fullmatch(revision):
         _write_ref(_home(name, kind) / "refs" / (revision or "main"), repository.commit)
     return repository
 
 
-def _info(name: str, revision: str, kind: str) -> Any:
+def _request_info(name: str, revision: str, kind: str) -> Any:
     """Send the request, with as many retries as a download where the connection is cut."""
     for left in reversed(range(RETRIES + 1)):
         try:
@@ -340,7 +340,7 @@ def _info(name: str, revision: str, kind: str) -> Any:
     raise AssertionError
 
 
-def _file(one: Any) -> RemoteFile:
+def _remote_file(one: Any) -> RemoteFile:
     """Return a file of the hub's listing."""
     large = one.lfs
     digest = large.sha256 if large is not None else one.blob_id
@@ -371,14 +371,14 @@ def _write_ref(ref: Path, commit: str) -> None:
         ref.write_text(commit, encoding="utf-8")
 
 
-def _link(name: Path, place: Path) -> None:
+def _link(name: Path, path: Path) -> None:
     """Give a file of the cache its name in the snapshot: by a link, or by a copy where links are not supported."""
     name.parent.mkdir(parents=True, exist_ok=True)
     if name.is_symlink() and not name.exists():
         name.unlink()
     try:
-        name.symlink_to(os.path.relpath(place, name.parent))
+        name.symlink_to(os.path.relpath(path, name.parent))
     except FileExistsError:
         return
     except OSError:
-        shutil.copyfile(place, name)
+        shutil.copyfile(path, name)

@@ -21,18 +21,18 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as theirs
+from transformers.utils import logging as transformers_logging
 
 from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf, hub, quantisers, sanity, stored_weights, user_cache
-from perturbkv.models.adapter import Adapter, Opened, check_projections
+from perturbkv.models.adapter import Adapter, OpenArguments, check_projections
 from perturbkv.models.aliases import ALIASES, EMBEDDED
 from perturbkv.models.families import FAMILIES, check_family, check_layers
 from perturbkv.models.hub import HubError
 from perturbkv.models.sanity import check_shapes, load_whole_model
 from perturbkv.models.sources import READ_SUFFIXES, Source, explain_errors, resolve
-from perturbkv.models.stored_weights import Stored
+from perturbkv.models.stored_weights import WeightStorage
 
 _WEIGHTS = "model.safetensors"
 
@@ -46,7 +46,7 @@ def download_settings(source: Source) -> Source:
         return source
     with _explain_hub_errors(source):
         repository = hub.find(source.hub_id, source.revision)
-        repository.bring({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
+        repository.download({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
     return replace(source, location=str(repository.folder), repository=repository)
 
 
@@ -54,7 +54,7 @@ def download_weights(source: Source) -> None:
     """Download the safetensors of a model of the hub. Raises ModelError where the hub does not deliver them."""
     if source.repository is not None and source.gguf_file is None:
         with _explain_hub_errors(source):
-            source.repository.bring({_WEIGHTS} & source.repository.names() or _parts(source))
+            source.repository.download({_WEIGHTS} & source.repository.names() or _parts(source))
 
 
 def _parts(source: Source) -> set[str]:
@@ -99,10 +99,15 @@ def quiet() -> Iterator[None]:
     """Silence transformers, tqdm and the hub inside the block, and restore their settings afterwards."""
     of_hub = logging.getLogger("huggingface_hub")
     with _lock:
-        now = (theirs.get_verbosity(), theirs.is_progress_bar_enabled(), are_progress_bars_disabled(), of_hub.level)
+        now = (
+            transformers_logging.get_verbosity(),
+            transformers_logging.is_progress_bar_enabled(),
+            are_progress_bars_disabled(),
+            of_hub.level,
+        )
         _open_settings.append(_open_settings[0] if _open_settings else now)
-        theirs.set_verbosity_error()
-        theirs.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         disable_progress_bars()
         of_hub.setLevel(logging.ERROR)
     try:
@@ -115,10 +120,10 @@ def quiet() -> Iterator[None]:
 
 
 def _restore(verbosity: int, shown: bool, hub: bool, level: int) -> None:
-    theirs.set_verbosity(verbosity)
+    transformers_logging.set_verbosity(verbosity)
     logging.getLogger("huggingface_hub").setLevel(level)
     if shown:
-        theirs.enable_progress_bar()
+        transformers_logging.enable_progress_bar()
     if not hub:
         enable_progress_bars()
 
@@ -214,8 +219,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 class ModelFiles:
     """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
 
-    `source` is None where there are no files: for random weights and for a user's model. `opened` is None for a user's
-    model.
+    `source` is None where there are no files: for random weights and for a user's model. `open_arguments` is None for
+    a user's model.
     """
 
     name: str
@@ -223,16 +228,16 @@ class ModelFiles:
     config: Any
     tokenizer: Any
     revision: str
-    stored: Stored
+    stored: WeightStorage
     random_weights: bool = False
-    opened: Opened | None = None
+    open_arguments: OpenArguments | None = None
 
     @classmethod
-    def of(cls, model: Adapter) -> ModelFiles:
+    def from_adapter(cls, model: Adapter) -> ModelFiles:
         """Return the files' description of a model whose weights are loaded already."""
         return cls(
             model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
-            model.opened,
+            model.open_arguments,
         )  # fmt: skip
 
     @cached_property
@@ -267,15 +272,17 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
         if revision:
             msg = f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
             raise ModelError(msg)
-        drawn, again = f"random weights, seed {seed}", Opened(name, seed, "")
-        return ModelFiles(name, None, _random_config(name), ByteTokenizer(), drawn, Stored("random"), True, again)
+        drawn, again = f"random weights, seed {seed}", OpenArguments(name, seed, "")
+        return ModelFiles(
+            name, None, _random_config(name), ByteTokenizer(), drawn, WeightStorage("random"), True, again
+        )
     source = download_settings(resolve(name, revision))
-    again = Opened(name, seed, revision if source.repository is None else source.repository.commit)
+    again = OpenArguments(name, seed, revision if source.repository is None else source.repository.commit)
     if source.gguf_file is not None:
-        return replace(_open_gguf(source), opened=again)
-    config, tokenizer = _read(source)
+        return replace(_open_gguf(source), open_arguments=again)
+    config, tokenizer = _read_settings(source)
     stored = stored_weights.safetensors_storage(source, config)
-    return ModelFiles(name, source, config, tokenizer, _revision(source), stored, opened=again)
+    return ModelFiles(name, source, config, tokenizer, _revision(source), stored, open_arguments=again)
 
 
 def _open_gguf(source: Source) -> ModelFiles:
@@ -287,15 +294,15 @@ def _open_gguf(source: Source) -> ModelFiles:
         try:
             folder = gguf.convert(source, tensors, digest)
             place, tokenizer = Source(source.name, str(folder)), gguf.read_tokenizer(folder)
-        except user_cache.NotKeptError as error:
+        except user_cache.NotCachedError as error:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
-    config, tokenizer = _read(place, tokenizer)
+    config, tokenizer = _read_settings(place, tokenizer)
     return ModelFiles(
         source.name, place, config, tokenizer, joint_digest([digest]), stored_weights.gguf_storage(tensors)
     )
 
 
-def _read(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
+def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
     """Return configuration and tokenizer; `tokenizer` is used where it is given, as for a converted GGUF file."""
     with explain_errors(source, _CONFIG):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
@@ -329,20 +336,22 @@ def load_weights(
         model = _read_weights(files.source, files.config, dtype, _device_arguments(files, device, spread))
     model = _move_to_device(model, files.name, device, spread)
     adapter = Adapter(
-        model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.opened
+        model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.open_arguments
     )
     check_projections(adapter)
     return adapter
 
 
-def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, beside: int = 0) -> None:
-    """Raise NoMemoryError where a device cannot hold the weights and `beside` further bytes.
+def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, extra_bytes: int = 0) -> None:
+    """Raise NoMemoryError where a device cannot hold the weights and `extra_bytes` more.
 
     The size of quantised weights that are not downloaded yet is unknown; these are not checked.
     """
     if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
-        what = f"model '{files.name}' and its caches need" if beside else f"the weights of model '{files.name}' need"
-        memory.check(files.weights_bytes(dtype) + beside, device, what, "a smaller model or --dtype takes less")
+        what = (
+            f"model '{files.name}' and its caches need" if extra_bytes else f"the weights of model '{files.name}' need"
+        )
+        memory.check(files.weights_bytes(dtype) + extra_bytes, device, what, "a smaller model or --dtype takes less")
 
 
 def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
@@ -394,7 +403,7 @@ def _align_weights(model: Any) -> Any:
 def _move_to_device(model: Any, name: str, device: torch.device, spread: bool) -> Any:
     """Return the model on its devices. Raises ModelError where it does not fit there."""
     if places := getattr(model, "hf_device_map", None):  # put there while it was read
-        _check_places(places, name)
+        _check_devices(places, name)
         return _align_weights(model)
     return _dispatch(model, name) if spread else _align_weights(model.to(device))
 
@@ -405,11 +414,11 @@ def _dispatch(model: Any, name: str) -> Any:
     On the CPU without GPUs.
     """
     places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
-    _check_places(places, name)
+    _check_devices(places, name)
     return dispatch_model(model, places)
 
 
-def _check_places(places: Mapping[str, Any], name: str) -> None:
+def _check_devices(places: Mapping[str, Any], name: str) -> None:
     """Raise ModelError where a part of a model would be outside the devices that compute."""
     outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:

@@ -46,7 +46,7 @@ def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_mo
     """
     if is_plain(projection):
         return cast("Tensor", projection.weight.detach())
-    dequantised = _dequantised(projection)
+    dequantised = _dequantise(projection)
     matrix = _matrix_from_unit_vectors(projection, width, dtype) if dequantised is None else dequantised
     return matrix.to(dtype).contiguous()
 
@@ -57,11 +57,11 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
         return
     try:
         with torch.inference_mode():
-            near, kept = _deviations(projection, width, dtype)
+            deviation, loss = _deviations(projection, width, dtype)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError) as error:
         msg = f"cannot be read as a matrix ({' '.join(str(error).split())[:200] or type(error).__name__})"
         raise NoMatrixError(msg) from error
-    if not (near <= _MAX_ERROR and kept <= _MAX_LOSS):
+    if not (deviation <= _MAX_ERROR and loss <= _MAX_LOSS):
         msg = (
             "is no fixed matrix: what it does depends on its input's size, as where activations are quantised beside "
             "the weights"
@@ -73,14 +73,14 @@ def kind(projection: Any) -> str:
     """Return a description of a projection: its class and the type of its weight."""
     weight: Any = getattr(projection, "weight", None)
     dtype = getattr(weight, "dtype", None)
-    of = (
+    weight_type = (
         "no weight"
         if dtype is None
         else type(weight).__name__
         if _has_dequantize(weight)
         else str(dtype).removeprefix("torch.")
     )
-    return f"{type(projection).__name__} of {of}"
+    return f"{type(projection).__name__} of {weight_type}"
 
 
 def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float, float]:
@@ -93,14 +93,14 @@ def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float,
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_ROWS, width, generator=generator).to(matrix.device, dtype)
     expected = drawn.float() @ matrix.T
-    near = (apply(drawn).float() - expected).norm() / expected.norm()
+    deviation = (apply(drawn).float() - expected).norm() / expected.norm()
     faint = drawn.sign() * _FAINT_SIZE
     faint[:, 0] = 0
     loud = torch.zeros_like(faint)
     loud[:, 0] = 1
     expected = faint.float() @ matrix.T
     passed = apply(faint + loud).float() - loud.float() @ matrix.T
-    return float(near), float(((passed * expected).sum() / expected.square().sum() - 1).abs())
+    return float(deviation), float(((passed * expected).sum() / expected.square().sum() - 1).abs())
 
 
 def _linear_map(projection: Any) -> Callable[[Tensor], Tensor]:
@@ -139,7 +139,7 @@ def _has_dequantize(weight: Any) -> bool:
     return getattr(type(weight), "dequantize", Tensor.dequantize) is not Tensor.dequantize
 
 
-def _dequantised(projection: Any) -> Tensor | None:
+def _dequantise(projection: Any) -> Tensor | None:
     """Return the dequantised values of a weight.
 
     None for another class, or where the projection has more than a weight.

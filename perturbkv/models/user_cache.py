@@ -26,7 +26,7 @@ _TEMPORARY = ".tmp-"
 _CHUNK = 2**24
 
 
-class NotKeptError(Exception):
+class NotCachedError(Exception):
     """A failure to cache something; the message says why. The work itself can continue without the cache."""
 
 
@@ -49,33 +49,33 @@ def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
     """Return the folder of an entry; where it is missing or damaged, `fill` writes its files into a new one.
 
     Several processes may call this at once: each that finds no entry fills its own, and the first to finish wins.
-    Raises NotKeptError where the cache is not writable, and whatever `fill` raises; no files are left then.
+    Raises NotCachedError where the cache is not writable, and whatever `fill` raises; no files are left then.
     """
     entry = cache_folder() / name
     if is_whole(entry):
         return entry
     with explain_write_errors():
-        beside = _temporary()
+        temporary = _make_temporary_folder()
     try:
         with explain_write_errors():
-            _clear_way(entry, beside)
-        fill(beside)
+            _remove_damaged(entry, temporary)
+        fill(temporary)
         with explain_write_errors():
-            (beside / _LISTING).write_text(json.dumps(_listing(beside), indent=1), encoding="utf-8")
-            _publish(beside, entry)
+            (temporary / _LISTING).write_text(json.dumps(_listing(temporary), indent=1), encoding="utf-8")
+            _publish(temporary, entry)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return entry
 
 
 @contextmanager
 def explain_write_errors() -> Iterator[None]:
-    """Turn the system's errors on writing into the cache into a NotKeptError."""
+    """Turn the system's errors on writing into the cache into a NotCachedError."""
     try:
         yield
     except OSError as error:
         msg = f"the cache {cache_folder()} cannot be written ({error.strerror or error})"
-        raise NotKeptError(msg) from error
+        raise NotCachedError(msg) from error
 
 
 def is_whole(entry: Path) -> bool:
@@ -101,26 +101,26 @@ def _crc32(file: Path) -> int:
     return value
 
 
-def _publish(beside: Path, entry: Path) -> None:
+def _publish(temporary: Path, entry: Path) -> None:
     """Rename an entry to its final name; where another process was first, its entry stays."""
     try:
-        beside.rename(entry)
+        temporary.rename(entry)
     except OSError:
         if not is_whole(entry):
             raise
 
 
-def _temporary() -> Path:
+def _make_temporary_folder() -> Path:
     cache_folder().mkdir(parents=True, exist_ok=True)
     _clear_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=cache_folder()))
 
 
-def _clear_way(entry: Path, beside: Path) -> None:
+def _remove_damaged(entry: Path, temporary: Path) -> None:
     """Remove a damaged entry before the work, not after: another process may write a good one meanwhile."""
     if entry.exists():
-        entry.rename(beside / "damaged")
-        shutil.rmtree(beside / "damaged")
+        entry.rename(temporary / "damaged")
+        shutil.rmtree(temporary / "damaged")
 
 
 def _clear_leftovers() -> None:

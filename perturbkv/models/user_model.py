@@ -16,7 +16,7 @@ from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.families import check_family
 from perturbkv.models.sanity import parts
-from perturbkv.models.stored_weights import Stored
+from perturbkv.models.stored_weights import WeightStorage
 
 GIVEN = "given"
 """The revision of a user's model, until its fingerprint is computed."""
@@ -46,7 +46,7 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
     return adapter
 
 
-def _stored_weights(model: Any) -> Stored:
+def _stored_weights(model: Any) -> WeightStorage:
     """Return how its weights are stored, with the bytes of quantised ones, their inner tensors included."""
     stored = stored_weights.safetensors_storage(None, model.config)
     if not stored.quantised:

@@ -11,9 +11,9 @@ import numpy as np
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import sum_ratio
 from perturbkv.analyses.layers import drift
-from perturbkv.analyses.measurements import Floats, Measurements, byte_shares, held_shares, measured_steps, values
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import POSITIVE, over_prompts, share_of
+from perturbkv.analyses.stats.intervals import POSITIVE, estimate_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
@@ -35,7 +35,7 @@ from perturbkv.trace import Trace
 
 def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """Return each configuration's label, side, budget, and its cache's share of entries and bytes, NaN if unknown."""
-    held, size = held_shares(trace, ANALYSIS), _bytes(trace)
+    held, size = Measurements(trace, ANALYSIS).cache_shares, _bytes(trace)
     return [
         {
             "label": escape_line(config.label()),
@@ -56,31 +56,31 @@ def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats
     Where the measure has no norm it is the mean over heads.
     """
     if measure.norm is None:
-        kind = share_of(0) if measure.kind == SHARE else POSITIVE
-        found = [over_prompts(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
+        kind = share_kind(0) if measure.kind == SHARE else POSITIVE
+        found = [estimate_mean(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
         return np.array([with_ends(one.value, one.interval) for one in found])
     if measure.norm not in trace.arrays:
         return np.full((each.shape[1], 3), np.nan)
-    norm = values(trace, measure.norm, ANALYSIS, 0)
+    norm = Measurements(trace, ANALYSIS)[measure.norm]
     with np.errstate(invalid="ignore"):  # of bounds without an end
         return np.array([with_ends(*sum_ratio(norm, each[:, place])) for place in range(each.shape[1])])
 
 
 def kl(trace: Trace) -> Floats:
     """Return (config, 3): median over samples of KL(full ‖ evicted), nat, with its interval."""
-    found = values(trace, "logit_kl", ANALYSIS, 0)
+    found = Measurements(trace, ANALYSIS)["logit_kl"]
     return with_band(np.median(found, axis=0), intervals.of_medians(found))
 
 
 def kl_floor(trace: Trace) -> float:
     """Return the median over samples of KL with everything kept, nat."""
-    return float(np.median(values(trace, "logit_kl_noise_floor", ANALYSIS, 0)))
+    return float(np.median(Measurements(trace, ANALYSIS)["logit_kl_noise_floor"]))
 
 
 def top1(trace: Trace) -> Floats:
     """Return (config, 3): the share of samples with the same next token, with its exact interval."""
-    found = values(trace, "top1_agreement", ANALYSIS, 0) > 0
-    return np.array([with_ends(float(one.mean()), intervals.of_samples(one)) for one in found.T])
+    found = Measurements(trace, ANALYSIS)["top1_agreement"] > 0
+    return np.array([with_ends(float(one.mean()), intervals.of_share(one)) for one in found.T])
 
 
 def drifts(trace: Trace) -> Floats:
@@ -106,14 +106,14 @@ def drift_floors(trace: Trace) -> Floats:
 
 def evicted_nothing(trace: Trace) -> Sequence[str]:
     """Return the labels of configurations whose budget covered every sample's prompt."""
-    moved = values(trace, "evicted", ANALYSIS).max(axis=0) > 0
+    moved = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
     return [config.label() for config, any_went in zip(trace.run.configs, moved.tolist(), strict=True) if not any_went]
 
 
 def _bytes(trace: Trace) -> Floats:
     """Return (config,) cache bytes over those of the full cache in 16 bits; NaN where the trace does not have them."""
     try:
-        return byte_shares(trace, ANALYSIS)
+        return Measurements(trace, ANALYSIS).byte_shares
     except TraceError:
         return np.full(len(trace.run.configs), np.nan)
 
@@ -175,7 +175,7 @@ def put_arrays(made: Measured, blocks: Blocks) -> dict[str, Compared]:
     blocks.floats("mean", np.stack(means))
     blocks.floats("total", np.stack(totals))
     blocks.floats("floor", np.stack(floors))
-    blocks.floats("norm", values(made.trace, "output_norm", ANALYSIS, 0).mean(axis=0))
+    blocks.floats("norm", Measurements(made.trace, ANALYSIS)["output_norm"].mean(axis=0))
     _pairs(blocks, compared)
     _drift(made, blocks, same)
     blocks.floats("kl", kl(made.trace))
@@ -204,7 +204,9 @@ def _drift(made: Measured, blocks: Blocks, same: Same | None) -> None:
 def _floor(trace: Trace, measure: Measure) -> Floats:
     """Return the mean noise floor (layer, head) of a perturbation."""
     measured = Measurements(trace, "report")
-    return np.asarray(head_comparison.with_floor(measured, measure.source, measure.distance)[1].mean(axis=0))
+    return np.asarray(
+        head_comparison.perturbation_and_floor(measured, measure.source, measure.distance)[1].mean(axis=0)
+    )
 
 
 def put_steps(made: Measured, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:

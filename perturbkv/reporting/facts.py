@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.measurements import EVIDENCE, Floats, held_shares, scores, values
-from perturbkv.analyses.pairing import counted
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
+from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import LEAST, over_prompts, share_of
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
 from perturbkv.reporting.arrays import evicted_nothing, kl_floor
@@ -43,10 +43,10 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     told = {
         "Model": run.model,
         "Weights": run.weights,
-        "Layers": f"{run.measured} measured" if run.measured else "",
+        "Layers": f"{run.measured_layers} measured" if run.measured_layers else "",
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
-        "Samples": counted(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
+        "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
         "Configurations": _configurations(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
         "Held / full": _cache_shares(trace),
@@ -69,7 +69,7 @@ def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tu
         *_no_evidence(trace, sides, start),
         _ties(sides, start, tied),
         _nothing_evicted(trace),
-        identity(trace, trace.run.configs).about_read(),
+        identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(escape_line(one) for one in found if one)
 
@@ -80,7 +80,7 @@ def _configurations(trace: Trace, sides: Sides) -> str:
 
 
 def _cache_shares(trace: Trace) -> str:
-    shares = held_shares(trace, ANALYSIS)
+    shares = Measurements(trace, ANALYSIS).cache_shares
     known = shares[~np.isnan(shares)]
     if not known.size:
         return ""
@@ -89,7 +89,7 @@ def _cache_shares(trace: Trace) -> str:
 
 
 def _floor(trace: Trace) -> str:
-    floor, norm = (values(trace, name, ANALYSIS, 0) for name in ("noise_floor", "output_norm"))
+    floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
 
@@ -103,23 +103,21 @@ def _failed(trace: Trace) -> str:
         return ""
     first, reason = next(iter(trace.failures.items()))
     failed = len(trace.failures)
-    told = (
-        f"{failed} of {counted(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
-    )
+    told = f"{failed} of {plural(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
     return f"{told}: {reason}" if failed == 1 else f"{told}; the first, {first}: {reason}"
 
 
 def _few(samples: int) -> str:
     if samples == 1:
         return "One sample: no number here has an interval."
-    if samples >= LEAST:
+    if samples >= MIN_SAMPLES:
         return ""
     return f"{samples} samples, too few for 95 % intervals; instead: {text.RANGES_NOTE}."
 
 
 def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
     """Return a warning where the first treatment's σ is at most 0.5 in some heads, budget by budget."""
-    sigma = values(trace, "sigma_stage1", ANALYSIS, 0).mean(axis=0)
+    sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
     places = [(budget, sides.config(start.treatment, place)) for place, budget in enumerate(sides.budgets)]
     counts = [(budget, int((sigma[place] <= EVIDENCE).sum())) for budget, place in places if place is not None]
     told = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)
@@ -215,9 +213,9 @@ def _mean(scores: Floats | None) -> list[Any] | None:
     if scores is None:
         return None
     graded = scores[~np.isnan(scores)]
-    found = over_prompts(scores, share_of(0))
+    found = estimate_mean(scores, share_kind(0))
     exact = graded.size and np.isin(graded, (0.0, 1.0)).all()
-    ends = intervals.of_samples(graded > 0) if exact else found.interval
+    ends = intervals.of_share(graded > 0) if exact else found.interval
     return [*with_ends(found.value, ends), ends.kind if ends else "none"]
 
 

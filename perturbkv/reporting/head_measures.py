@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, measured_steps, values
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.verdicts import distance_of
 from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale
@@ -110,8 +110,8 @@ def held_measures(trace: Trace) -> tuple[Measure, ...]:
 
 
 def each_of(trace: Trace, measure: Measure) -> Floats:
-    """Return (sample, config, layer, head) at the first decode step. Raises TraceError as `measurements.values`."""
-    found = values(trace, measure.variable, ANALYSIS, 0)
+    """Return (sample, config, layer, head) at the first decode step. Raises TraceError as `Measurements`."""
+    found = Measurements(trace, ANALYSIS)[measure.variable]
     return _gone(trace, found) if measure.kind == DISTANCE else found
 
 
@@ -125,7 +125,7 @@ def by_step(trace: Trace, measure: Measure) -> Floats:
     """Return the mean (config, step, layer, head) over the samples that have the step, up to the last step of any."""
     counts = measured_steps(trace)
     most = int(counts.max())
-    found = values(trace, measure.variable, ANALYSIS)[:, :, :most]
+    found = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]
     held = (np.arange(most) < counts[:, None])[:, None, :, None, None]
     return np.asarray(np.where(held, found, 0).sum(axis=0) / held.sum(axis=0))
 
@@ -140,6 +140,6 @@ def _gone(trace: Trace, isolated: Floats) -> Floats:
 
     NaN too where entries are stored in few bits, or outputs are corrected: L is then not of evicted entries alone.
     """
-    gone = 1 - values(trace, "retained_mass", ANALYSIS, 0)
+    gone = 1 - Measurements(trace, ANALYSIS)["retained_mass"]
     exact = np.array([config.only_evicts for config in trace.run.configs])[:, None, None]
     return np.asarray(ratio(isolated, np.where((gone > _WHOLE) & exact, gone, 0)))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.json_values import json_value
-from perturbkv.analyses.measurements import at_step, measured_steps, values
-from perturbkv.analyses.stats.intervals import LEAST, median_level
+from perturbkv.analyses.measurements import Measurements, measured_steps
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, median_level
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
@@ -43,7 +43,7 @@ from perturbkv.trace import Trace
 def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
     """Return a trace's JSON object, before `plain`; its arrays go into `blocks`.
 
-    Raises TraceError as `measurements.values`.
+    Raises TraceError as `Measurements`.
     """
     sides = sides_of(trace.run)
     lacks = lacking(trace, len(sides.pairs))
@@ -97,7 +97,7 @@ def _attempt(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
 
 def _about(trace: Trace) -> dict[str, Any]:
     """Return the trace's run, samples and layers."""
-    tokens, steps = values(trace, "prompt_tokens", ANALYSIS).astype(int), measured_steps(trace)
+    tokens, steps = Measurements(trace, ANALYSIS)["prompt_tokens"].astype(int), measured_steps(trace)
     names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
@@ -110,8 +110,8 @@ def _about(trace: Trace) -> dict[str, Any]:
             for name, count, most in zip(names, tokens, steps, strict=True)
         ],
         "failed": [{"id": escape_line(name), "reason": escape_line(why)} for name, why in trace.failures.items()],
-        "interval": "none" if len(names) < 2 else "range" if len(names) < LEAST else "interval",
-        "median_level": median_level(len(names)) if len(names) >= LEAST else None,
+        "interval": "none" if len(names) < 2 else "range" if len(names) < MIN_SAMPLES else "interval",
+        "median_level": median_level(len(names)) if len(names) >= MIN_SAMPLES else None,
         "steps": int(steps.max()),
         "layers": [trace.layer_name(place) for place in range(layers)],
         "heads": heads,
@@ -142,7 +142,7 @@ def _step_samples(trace: Trace) -> list[int]:
 def _most_changed(made: Measured) -> Places:
     """Return layer and head whose mean propagated perturbation differs most between the two sides shown first."""
     places = [made.sides.config(side, made.start.budget) for side in (made.start.baseline, made.start.treatment)]
-    found = values(made.trace, "perturbation_propagated", ANALYSIS, 0).mean(axis=0)
+    found = Measurements(made.trace, ANALYSIS)["perturbation_propagated"].mean(axis=0)
     first, second = (found[place or 0] for place in places)
     layer, head = np.unravel_index(int(np.argmax(np.abs(second - first))), first.shape)
     return int(layer), int(head)
@@ -210,7 +210,7 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
         msg = "report needs at least one trace, got none"
         raise TraceError(msg)
     names = numbered([name_of(trace) for trace in traces])
-    held = [portable(at_step(trace, ANALYSIS, 0)) for trace in traces]
+    held = [portable(Measurements(trace, ANALYSIS).trace) for trace in traces]
     parts: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
     for number, (trace, name) in enumerate(zip(held, names, strict=True)):

@@ -18,8 +18,8 @@ from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import order, pairs, sweeps
-from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, Scalar, over_prompts
+from perturbkv.analyses.pairing import budget_order, pairs, sweeps
+from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, OptionalInterval, estimate_mean
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
@@ -74,7 +74,7 @@ def sides_of(run: RunConfig) -> Sides:
     groups = sweeps(run, None)
     of_config = {place: side for side, group in enumerate(groups) for place in group}
     side = tuple(of_config[place] for place in range(len(run.configs)))
-    budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: order(one)[1:])))
+    budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: budget_order(one)[1:])))
     budget = tuple(budgets.index(config.budget) for config in run.configs)
     names = numbered([escape_line(name) for name in pairing.curve_names([run.configs[group[0]] for group in groups])])
     found, left_out = _pairs(side, budget)
@@ -176,7 +176,7 @@ def compare(trace: Trace, measure: Measure, each: Floats, pairs: Sequence[Places
     if not measure.source:
         alone = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
         return Compared(None, np.array(alone), None)
-    _, floor = head_comparison.with_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
+    _, floor = head_comparison.perturbation_and_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
     equal: NDArray[np.bool_] = getattr(same, measure.source)
     found = [_pair(measure, each, floor, pair, one) for pair, one in zip(pairs, equal, strict=True)]
     verdict, sums, better = (np.stack(part) for part in zip(*found, strict=True))
@@ -195,7 +195,7 @@ def both(pair: Places) -> tuple[Places, Places]:
     return pair, pair[::-1]
 
 
-def with_ends(value: float, interval: Scalar) -> list[float]:
+def with_ends(value: float, interval: OptionalInterval) -> list[float]:
     """Return the number, then its interval's ends; NaN where there is none."""
     return [value, *((np.nan, np.nan) if interval is None else (interval.low, interval.high))]
 
@@ -210,10 +210,10 @@ def _pair(
     measure: Measure, each: Floats, floor: Floats, pair: Places, same: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
     """Return verdicts (1 + sample, layer, head), sums (2, 3) and shares of heads (2, 3)."""
-    baseline, treatment = head_comparison.tied(each, pair, same)
+    baseline, treatment = head_comparison.select_sides(each, pair, same)
     own = verdicts(baseline, treatment, floor, measure.distance)
     means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
-    sums = [with_ends(*sum_ratio(*head_comparison.tied(each, sides, same))) for sides in both(pair)]
+    sums = [with_ends(*sum_ratio(*head_comparison.select_sides(each, sides, same))) for sides in both(pair)]
     better = [with_ends(*better_share(turned)) for turned in (own, -own)]
     return np.concatenate([means[None], own]), np.array(sums), np.array(better)
 
@@ -224,7 +224,7 @@ def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
     For shares it is the difference of the means.
     """
     if measure.kind == SHARE:
-        found = over_prompts((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
+        found = estimate_mean((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
         return with_ends(found.value, found.interval)
     if np.isinf(baseline).any() or np.isinf(treatment).any():
         return with_ends(np.nan, None)
@@ -234,7 +234,9 @@ def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
 
 def _drift(drift: Floats, pair: Places, same: NDArray[np.bool_]) -> Floats:
     """Return drift ratios (2, layer, 3) from drift (sample, config, layer)."""
-    return np.stack([with_band(*layers.drift_ratio(*head_comparison.tied(drift, sides, same))) for sides in both(pair)])
+    return np.stack(
+        [with_band(*layers.drift_ratio(*head_comparison.select_sides(drift, sides, same))) for sides in both(pair)]
+    )
 
 
 def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:

@@ -30,18 +30,18 @@ def layer_scores(
     }
 
 
-def replayed(score: Score, seen: ReplayView) -> Float[Tensor, "rows chunk"]:
+def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"]:
     """Return a score of the context part that a pass repeats. Raises PluginError where an external score fails."""
     if is_builtin(type(score)):
-        return score.replayed(seen)
+        return score.score_replay(view)
     try:
-        scores = score.replayed(seen)
+        scores = score.score_replay(view)
     except PerturbkvError:
         raise
     except Exception as error:
-        raise _plugin_error(score, seen, f"raised {format_error(error)}") from error
-    _check_numbers(score, seen, scores, [(len(rows), seen.chunk) for rows in (seen.queries, seen.keys)])
-    return scores.to(seen.keys.device, WORK)
+        raise _plugin_error(score, view, f"raised {format_error(error)}") from error
+    _check_result(score, view, scores, [(len(rows), view.chunk) for rows in (view.queries, view.keys)])
+    return scores.to(view.keys.device, WORK)
 
 
 class VisibleLayer:
@@ -55,12 +55,12 @@ class VisibleLayer:
 
     def __getattr__(self, name: str) -> Any:
         if name in NEEDS and name not in self._score.needs:
-            msg = f"score '{self._score.called}' looks at {name}, which its needs {self._score.needs} do not name"
+            msg = f"score '{self._score.display_name}' looks at {name}, which its needs {self._score.needs} do not name"
             raise PluginError(msg)
         if not hasattr(type(self._view), name) and name not in type(self._view).__dataclass_fields__:
             msg = (
-                f"score '{self._score.called}' asks for '{name}', which no layer shows: what comes after the prompt "
-                f"is not known when a cache is evicted; there are {', '.join(NEEDS)}"
+                f"score '{self._score.display_name}' asks for '{name}', which no layer shows: what comes after the "
+                f"prompt is not known when a cache is evicted; there are {', '.join(NEEDS)}"
             )
             raise PluginError(msg)
         value = getattr(self._view, name)
@@ -78,28 +78,24 @@ def _compute(score: Score, view: LayerView) -> Tensor:
         raise
     except (Exception, SystemExit) as error:
         raise _plugin_error(score, view, f"raised {format_error(error)}") from error
-    _check(score, view, scores)
+    _check_result(score, view, scores, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])
     return scores.to(view.keys.device, WORK)
 
 
-def _check(score: Score, view: LayerView, found: Any) -> None:
-    """Raise PluginError unless the result is a score of these entries."""
-    _check_numbers(score, view, found, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])
-
-
-def _check_numbers(score: Score, view: LayerView | ReplayView, found: Any, shapes: Sequence[tuple[int, int]]) -> None:
-    if not isinstance(found, Tensor):
-        raise _plugin_error(score, view, f"gives {type(found).__name__}, expected a tensor")
-    if tuple(found.shape) not in shapes:
+def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shapes: Sequence[tuple[int, int]]) -> None:
+    """Raise PluginError unless the result is a score of one of these shapes."""
+    if not isinstance(result, Tensor):
+        raise _plugin_error(score, view, f"gives {type(result).__name__}, expected a tensor")
+    if tuple(result.shape) not in shapes:
         expected = f"{shapes[0]}: a row per query head, or {shapes[1]}: per key/value head; n − w entries"
-        raise _plugin_error(score, view, f"gives the shape {tuple(found.shape)}, expected {expected}")
-    if found.dtype == torch.bool or found.is_complex():
-        raise _plugin_error(score, view, f"gives {str(found.dtype).removeprefix('torch.')}, expected numbers")
-    if not torch.isfinite(found).all():
-        raise _plugin_error(score, view, f"gives NaN or infinity for {int((~torch.isfinite(found)).sum())} entries")
-    if not score.signed and bool((found < 0).any()):
+        raise _plugin_error(score, view, f"gives the shape {tuple(result.shape)}, expected {expected}")
+    if result.dtype == torch.bool or result.is_complex():
+        raise _plugin_error(score, view, f"gives {str(result.dtype).removeprefix('torch.')}, expected numbers")
+    if not torch.isfinite(result).all():
+        raise _plugin_error(score, view, f"gives NaN or infinity for {int((~torch.isfinite(result)).sum())} entries")
+    if not score.signed and bool((result < 0).any()):
         raise _plugin_error(score, view, "gives numbers below 0; say signed = True")
 
 
 def _plugin_error(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:
-    return PluginError(f"score '{score.called}' {what} (layer {view.layer}, sample '{view.sample}')")
+    return PluginError(f"score '{score.display_name}' {what} (layer {view.layer}, sample '{view.sample}')")

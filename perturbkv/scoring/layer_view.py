@@ -38,14 +38,14 @@ class HeaviestLeftOut:
     """The heaviest entry of each row, and the sums over all other entries.
 
     Attributes:
-        place: index of the heaviest entry, the first of equals.
+        index: index of the heaviest entry, the first of equals.
         weight: its weight a_j.
         mass: total weight of the other entries, 1 − a_j without its rounding.
         value: v_j.
         mean: μ, the weighted mean value of the other entries; 0 where there is none.
     """
 
-    place: Int[Tensor, "head row"]
+    index: Int[Tensor, "head row"]
     weight: Float[Tensor, "head row"]
     mass: Float[Tensor, "head row"]
     value: Float[Tensor, "head row d_head"]
@@ -150,7 +150,7 @@ NEEDS = {
     "hidden": "what goes into the layer's attention (n, d_model)",
     "unrotated": "all n queries before rotation (head, n, d_head), float32 or better",
     "rotations": "the model's rotation of any range of positions, also of those after the prompt",
-    "replay": "the context, run once more over its own full cache: scored by `replayed`, pass by pass",
+    "replay": "the context, run once more over its own full cache: scored by `score_replay`, pass by pass",
 }
 """Names that `Score.needs` may list -> shape and meaning."""
 PROMPT_ALONE = ("queries", "hidden", "unrotated", "rotations", "replay")
@@ -275,7 +275,7 @@ class LayerView:
         squared = grouped.view(self.heads, -1, self.entries).clamp_(min=0)
         left = self.left_out
         return squared.scatter_(
-            -1, left.place.unsqueeze(-1), (left.mass.square() * left.squared_distance).unsqueeze(-1)
+            -1, left.index.unsqueeze(-1), (left.mass.square() * left.squared_distance).unsqueeze(-1)
         )
 
     @cached_property
@@ -302,7 +302,7 @@ class LayerView:
         """Repeat each key/value head's rows for its query heads."""
         return shared.repeat_interleave(self.group, dim=0)
 
-    def of_window(self, window: int) -> LayerView:
+    def with_window(self, window: int) -> LayerView:
         """Return the same layer with another window."""
         return self if window == self.window else replace(self, window=window)
 
@@ -314,9 +314,9 @@ class LayerView:
             yield self
             return
         for start in range(0, self.kv_heads, size):
-            yield self._of(slice(start, min(start + size, self.kv_heads)))
+            yield self._take_heads(slice(start, min(start + size, self.kv_heads)))
 
-    def _of(self, part: slice) -> LayerView:
+    def _take_heads(self, part: slice) -> LayerView:
         heads = slice(part.start * self.group, part.stop * self.group)
         d_head = self.queries.shape[-1]
         return replace(
@@ -330,8 +330,8 @@ class LayerView:
         )
 
 
-def _require(found: _Captured | None, name: str) -> _Captured:
-    if found is None:
+def _require(data: _Captured | None, name: str) -> _Captured:
+    if data is None:
         msg = f"{name} of the layer were not captured: no score of the run needs them"
         raise PluginError(msg)
-    return found
+    return data

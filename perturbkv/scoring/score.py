@@ -20,7 +20,7 @@ from perturbkv.scoring.replay_view import Replay, ReplayView
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScoreRequest:
     """A score without its pooling, and the window before which entries are scored: computed once per layer."""
 
     score: Score
@@ -67,16 +67,16 @@ class Score(WithOptions):
         raise NotImplementedError
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """The score's name, or the class name for a class of a user's file."""
         return getattr(self, "name", type(self).__name__)
 
     @property
     def replay(self) -> Replay | None:
-        """The replay that the score needs; its entries are then scored by `replayed`."""
+        """The replay that the score needs; its entries are then scored by `score_replay`."""
         return None
 
-    def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
+    def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
         """Return the unpooled score of the entries of the context part that one pass of the replay repeats."""
         raise NotImplementedError
 

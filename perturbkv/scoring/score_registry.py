@@ -28,18 +28,18 @@ SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base,
 
 
 def build(choice: Choice | str) -> Score:
-    """Return the score of a choice, with defaults for missing options. Raises as `resolved`."""
+    """Return the score of a choice, with defaults for missing options. Raises as `complete`."""
     named = as_choice(choice)
     return _build(cast("Any", SCORES.load(named.name)), named)
 
 
 @functools.cache
 def _build(kind: Any, choice: Choice) -> Score:
-    score: Score = kind(**resolved(choice).options)
+    score: Score = kind(**complete(choice).options)
     return score
 
 
-def resolved(choice: Choice) -> Choice:
+def complete(choice: Choice) -> Choice:
     """Return the choice with every option that makes a difference.
 
     Raises UnknownNameError, PluginError, and ConfigError for an unknown option or one without effect.

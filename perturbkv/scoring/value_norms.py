@@ -16,7 +16,7 @@ from perturbkv.theory import WORK, head_slices
 
 NORM_KERNELS = {
     "auto": "triton where the device runs it and the dtype suits it, else chunked",
-    "triton": "one kernel that sums the projections where they are made, on CUDA; bfloat16, float16 and float32",
+    "triton": "one kernel that sums the projections where they are buffer, on CUDA; bfloat16, float16 and float32",
     "chunked": "matrix products of bounded size, on any device and in any dtype",
 }
 _INSTEAD = "choose auto or chunked"
@@ -111,13 +111,13 @@ def _chunked(
     group = w_o.shape[1] // (kv_heads * d_head)
     norms = torch.empty(kv_heads, group, keys, dtype=dtype, device=value.device)
     tile = _tile_entries(group * w_o.shape[0] * dtype.itemsize, keys, value.device, chunk_bytes)
-    made = torch.empty(tile, group * w_o.shape[0], dtype=dtype, device=value.device)  # one for all: no new pages
+    buffer = torch.empty(tile, group * w_o.shape[0], dtype=dtype, device=value.device)  # one for all: no new pages
     for kv_head in range(kv_heads):
         columns = w_o[:, kv_head * group * d_head : (kv_head + 1) * group * d_head].to(dtype)
         per_head = columns.view(-1, group, d_head).permute(2, 1, 0).reshape(d_head, -1)
         for start in range(0, keys, tile):
             rows = value[kv_head, start : start + tile].to(dtype)
-            projected = torch.mm(rows, per_head, out=made[: len(rows)]).view(len(rows), group, -1)
+            projected = torch.mm(rows, per_head, out=buffer[: len(rows)]).view(len(rows), group, -1)
             norms[kv_head, :, start : start + tile] = projected.abs_().sum(dim=-1).T
     return norms.flatten(0, 1)
 

@@ -44,13 +44,13 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
 
 
 def pool_signed(
-    score: Float[Tensor, "head prefix"], kind: str, kernel: int, there: Bool[Tensor, "head prefix"]
+    score: Float[Tensor, "head prefix"], kind: str, kernel: int, valid: Bool[Tensor, "head prefix"]
 ) -> Float[Tensor, "head prefix"]:
-    """Pool scores that may be below 0: positions beyond the ends, or where no entry is `there`, do not count."""
+    """Pool scores that may be below 0: positions beyond the ends, or where `valid` is False, do not count."""
     if kind != "average":
-        return pool(score.masked_fill(~there, -torch.inf), kind, kernel)
-    counted = pool(there.to(score.dtype), kind, kernel)
-    return pool(score.masked_fill(~there, 0.0), kind, kernel) / counted.clamp(min=torch.finfo(score.dtype).tiny)
+        return pool(score.masked_fill(~valid, -torch.inf), kind, kernel)
+    counts = pool(valid.to(score.dtype), kind, kernel)
+    return pool(score.masked_fill(~valid, 0.0), kind, kernel) / counts.clamp(min=torch.finfo(score.dtype).tiny)
 
 
 def reduce_group(

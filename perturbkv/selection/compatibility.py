@@ -1,4 +1,4 @@
-"""What goes together: a policy with a selection, a granularity, a cache, a prompt's length, and with generation."""
+"""Checks that the choices of a configuration combine, with each other and with cache, prompt length and generation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
 
 
-def pairs() -> list[tuple[str, str, str]]:
-    """Return the policies, selections and caches that combine, as `perturbkv list policies` prints them."""
+def compatible_choices() -> list[tuple[str, str, str]]:
+    """Return rows of policies, selections and caches that combine, as `perturbkv list policies` prints them."""
 
-    def fits(policy: type[Policy]) -> tuple[Any, ...]:
+    def selections_and_caches(policy: type[Policy]) -> tuple[Any, ...]:
         return policy.selections, policy.caches()
 
+    policies = sorted(known(), key=selections_and_caches)
     return [
-        (", ".join(one.name for one in alike), _listed(selections), " or ".join(caches))
-        for (selections, caches), alike in groupby(sorted(known(), key=fits), key=fits)
+        (", ".join(policy.name for policy in group), _describe_selections(selections), " or ".join(caches))
+        for (selections, caches), group in groupby(policies, key=selections_and_caches)
     ]
 
 
-def _listed(selections: tuple[str, ...]) -> str:
+def _describe_selections(selections: tuple[str, ...]) -> str:
     return "every selection but position" if len(selections) == len(SELECTIONS) - 2 else ", ".join(selections)
 
 
@@ -37,8 +38,11 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
     """Raise ConfigError where policy and selection, granularity or cache do not go together."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
-        what = f"policy '{policy.name}' does not combine with selection '{config.selection.name}'"
-        raise ConfigError(_refusal(what))
+        msg = (
+            f"policy '{policy.name}' does not combine with selection '{config.selection.name}'; "
+            f"{describe_compatible_choices()}"
+        )
+        raise ConfigError(msg)
     if policy.budgets == "by head" and config.granularity.name == "layer":
         msg = (
             f"policy '{policy.name}' shares budgets out by head, and granularity 'layer' keeps one set for all heads; "
@@ -52,14 +56,17 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
         )
         raise ConfigError(msg)
     if cache not in policy.caches():
-        budgets = f"policy '{policy.name}' shares budgets out {policy.budgets}"
-        raise ConfigError(_refusal(f"{budgets}, which a {cache} cache cannot hold"))
+        msg = (
+            f"policy '{policy.name}' shares budgets out {policy.budgets}, which a {cache} cache cannot hold; "
+            f"{describe_compatible_choices()}"
+        )
+        raise ConfigError(msg)
     _check_sign(resolved)
     _check_correction(resolved)
 
 
 def _check_correction(config: ResolvedConfig) -> None:
-    """Raise ConfigError where nothing can stand in for the entries that went."""
+    """Raise ConfigError where the correction for evicted entries does not combine with precision or positions."""
     if not config.corrected:
         return
     if config.quantised:
@@ -77,9 +84,9 @@ def _check_correction(config: ResolvedConfig) -> None:
 
 
 def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
-    """Raise BudgetError where the budget leaves nothing to rank beside what the policy always keeps of a prompt.
+    """Raise BudgetError where the budget leaves nothing to rank besides the entries that the policy always keeps.
 
-    A policy that ranks by position is left alone, and a prompt of which nothing is evicted.
+    Policies that rank by position, and prompts that fit the budget, are not checked.
     """
     kept = config.kept_entries(prompt_tokens)
     if kept >= prompt_tokens or config.is_external or config.selection.name == "position":
@@ -94,10 +101,10 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
         raise BudgetError(msg)
 
 
-def counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
-    """Scores that hold value norms already, in configurations that multiply ν in again."""
-    staged = [config.system.score for config in configs if config.selection.name == "two-stage"]
-    return list(dict.fromkeys(score.called for score in staged if score.holds_norms))
+def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
+    """Return the names of scores that include value norms, of configurations that multiply ν in again."""
+    multiplied = [config.system.score for config in configs if config.selection.name == "two-stage"]
+    return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
 
 
 def _check_sign(config: ResolvedConfig) -> None:
@@ -107,14 +114,14 @@ def _check_sign(config: ResolvedConfig) -> None:
     user = f"policy '{policy.name}'" if policy.mixes else multiplied
     if policy.score.signed and user:
         msg = (
-            f"{user} multiplies or mixes scores, and '{policy.score.called}' gives some below 0; choose selection "
-            "attention with equal budgets"
+            f"{user} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; choose "
+            "selection attention with equal budgets"
         )
         raise ConfigError(msg)
 
 
 def check_compressible(config: EvictionConfig) -> None:
-    """Raise ConfigError where a cache that grows cannot be compressed again by this configuration."""
+    """Raise ConfigError where a configuration cannot compress a cache again after decoding has added entries."""
     if config.is_external:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
@@ -136,8 +143,8 @@ def check_compressible(config: EvictionConfig) -> None:
             "correction none"
         )
         raise ConfigError(msg)
-    if not _compressible(resolved.system):
-        able = ", ".join(name for name in names() if _compressible(build(Choice(name))))
+    if not _can_recompress(resolved.system):
+        able = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
         msg = (
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
             f"works with {able}"
@@ -151,20 +158,20 @@ def check_compressible(config: EvictionConfig) -> None:
         raise ConfigError(msg)
 
 
-def _compressible(policy: Policy) -> bool:
+def _can_recompress(policy: Policy) -> bool:
     return not policy.score.carries_history() and not policy.whole_model and policy.name not in EVICT_NOTHING
 
 
 def needs_all_layers(config: ResolvedConfig) -> bool:
-    """Whether no layer can be evicted before the last one is read."""
+    """Return whether no layer can be evicted before the last one is computed."""
     policy = config.system
     return policy.whole_model or policy.score.replay is not None
 
 
-def check_generating(config: EvictionConfig) -> None:
-    """Raise ConfigError where a configuration needs to know the next query, which generation does not have.
+def check_generation(config: EvictionConfig) -> None:
+    """Raise ConfigError where a configuration needs the next query, which generation does not have.
 
-    One that reads pages is asked when the query is there.
+    A configuration that reads pages chooses them when the query is known.
     """
     if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads_pages:
         msg = (
@@ -174,12 +181,9 @@ def check_generating(config: EvictionConfig) -> None:
         raise ConfigError(msg)
 
 
-def _refusal(what: str) -> str:
-    """One line: what does not work, and all that does."""
-    return f"{what}; {works()}"
-
-
-def works() -> str:
-    """Everything that combines, in one line: the table of `perturbkv list policies`."""
-    listed = "; ".join(f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in pairs())
-    return f"what works (perturbkv list policies): {listed}"
+def describe_compatible_choices() -> str:
+    """Return all that combines in one line: the table of `perturbkv list policies`."""
+    rows = [
+        f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in compatible_choices()
+    ]
+    return f"what works (perturbkv list policies): {'; '.join(rows)}"

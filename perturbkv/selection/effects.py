@@ -1,4 +1,7 @@
-"""Which options of a configuration make a difference to what it keeps; two that differ in none of these are one."""
+"""Options of a configuration that make no difference to its kept sets.
+
+Configurations that differ in no other option are the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS,
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
 
-Owned = tuple[str, str]
+OwnedOption = tuple[str, str]
 """A field of `EvictionConfig` that is a choice, and the name of one of its options."""
 _POOLING = ("pool", "kernel")
 _LOOKS = "a selection or policy that looks at attention"
@@ -23,41 +26,41 @@ _LINES = "a policy that keeps entries or blocks: a line is a line of entries"
 _SCORES = "a selection by score"
 
 
-def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
-    """Options without effect, and what each needs to have one; `policy` is the configuration's."""
+def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
+    """Return the options without effect -> what each needs to have one; `policy` is the configuration's."""
     staged, unpooled = config.selection.name in STAGED, policy.score.pooling()[0] == "none"
     reduces = policy.score.reduces
     scored = staged or config.selection.name in ("attention", "attention-unpooled") or policy.competes
     pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
-    found: dict[Owned, str] = {}
+    needs: dict[OwnedOption, str] = {}
     if not scored:
         protects = policy.ranks_by_another and policy.score.first_entries > 0
-        idle_options = [name for name in policy.score_options if not (protects and name == "by")]
-        found |= {("policy", name): _LOOKS for name in idle_options}
-        found["granularity", "reduce"] = _LOOKS
+        unused = [name for name in policy.score_options if not (protects and name == "by")]
+        needs |= {("policy", name): _LOOKS for name in unused}
+        needs["granularity", "reduce"] = _LOOKS
     elif not pooled:
-        found |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}
+        needs |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}
     elif unpooled:
-        found |= {("policy", name): _POOLS for name in _POOLING[1:] if _idle_width(policy, name)}
-        found["selection", "score"] = _POOLS
+        needs |= {("policy", name): _POOLS for name in _POOLING[1:] if _width_has_no_effect(policy, name)}
+        needs["selection", "score"] = _POOLS
     if reduces:
-        found["granularity", "reduce"] = f"a score that leaves it to the granularity: '{policy.score.name}' does not"
+        needs["granularity", "reduce"] = f"a score that leaves it to the granularity: '{policy.score.name}' does not"
     if policy.ranks_by_another:
-        found |= {("policy", name): "the policy's own score, without by" for name in _POOLING}
+        needs |= {("policy", name): "the policy's own score, without by" for name in _POOLING}
     if not staged:
-        found["granularity", "product"] = "a two-stage selection"
-    elif _mean_of_one(config, unpooled, reduces):
-        found["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
+        needs["granularity", "product"] = "a two-stage selection"
+    elif _product_has_no_effect(config, unpooled, reduces):
+        needs["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
     if config.reads_pages:
-        found |= {("granularity", name): _PAGES for name in ("block", "block_score")}
-        found["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
+        needs |= {("granularity", name): _PAGES for name in ("block", "block_score")}
+        needs["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
     elif config.has_sparse_prefill:
-        found |= {("granularity", name): _LINES for name in ("block", "block_score")}
-        found |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
+        needs |= {("granularity", name): _LINES for name in ("block", "block_score")}
+        needs |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
     elif config.block == 1:
-        found |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
+        needs |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
     elif config.selection.name == "position":
-        found["granularity", "block_score"] = _SCORES
+        needs["granularity", "block_score"] = _SCORES
     known = {
         "policy": policy.options(),
         "selection": SELECTION_OPTIONS[config.selection.name],
@@ -65,16 +68,16 @@ def idle(config: EvictionConfig, policy: Policy) -> dict[Owned, str]:
         "precision": PRECISION_OPTIONS[config.precision.name],
         "correction": CORRECTION_OPTIONS[config.correction.name],
     }
-    return {(owner, name): needs for (owner, name), needs in found.items() if name in known[owner]}
+    return {(owner, name): need for (owner, name), need in needs.items() if name in known[owner]}
 
 
-def _idle_width(policy: Policy, name: str) -> bool:
-    """Whether a width says nothing, as nothing is pooled, inside the score or after it."""
+def _width_has_no_effect(policy: Policy, name: str) -> bool:
+    """Return whether a pooling width has no effect, as nothing is pooled inside the score or after it."""
     return name in policy.score_options and policy.score.pool == "none"
 
 
-def _mean_of_one(config: EvictionConfig, unpooled: bool, reduces: str) -> bool:
-    """Whether the group's product is a mean either way: ν ≡ 1 and nothing but means is taken."""
+def _product_has_no_effect(config: EvictionConfig, unpooled: bool, reduces: str) -> bool:
+    """Return whether the group's product is the same mean either way: ν ≡ 1, and only means are taken."""
     raw = unpooled or config.selection.options.get("score") == "accumulated"
     means = not reduces and config.granularity.options.get("reduce", "mean") == "mean"
     return config.selection.name == "two-stage-uniform" and raw and means

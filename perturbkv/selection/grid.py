@@ -1,12 +1,11 @@
-"""Many configurations at once: every combination of choices, in one order and each once.
+"""Grids of configurations: every combination of choices, in a fixed order and each once.
 
 `ORDER` is the order of a trace's `config` dimension wherever configurations come from a grid: on the command line, in
 a sweep file, in a script.
 
-Options that are given beside a configuration's choices (policy, selection, granularity, …), and go to their owner.
-
-`alpha=(0.25, 0.5)` beside three policies and two selections goes into each selection, `floor=0.1` into AdaKV alone: a
-sweep names an option once. Presets are such options too.
+Options may be given separately from the choices that own them (policy, selection, granularity, …): with three policies
+and two selections, `alpha=(0.25, 0.5)` goes into each selection and `floor=0.1` into AdaKV alone, so that a sweep
+names an option once. Presets are such options too.
 """
 
 from __future__ import annotations
@@ -35,105 +34,109 @@ _OPTIONS = {
 
 
 def known_options() -> dict[str, Option]:
-    """Every name that can be spread, with the first option of this name."""
-    found: dict[str, Option] = {}
-    for options in _owners().values():
-        found = {**options, **found}
-    return found
+    """Return every option name of any owner -> the first option of this name."""
+    first: dict[str, Option] = {}
+    for options in _options_by_owner().values():
+        first = {**options, **first}
+    return first
 
 
 def option_owners(name: str) -> list[str]:
-    """'policy adakv', …: who has an option of this name."""
-    return [" ".join(owned) for owned in _having(name)]
+    """Return the owners of an option of this name: `policy adakv`, …."""
+    return [" ".join(owner) for owner in _owners_of(name)]
 
 
-def written_option(name: str) -> str:
-    """'adakv(floor=…)': how an option of this name is written behind its owner, the first of several."""
-    return f"{_having(name)[0][1]}({name}=…)"
+def option_example(name: str) -> str:
+    """Return an example of an option of this name in its owner, the first of several: `adakv(floor=…)`."""
+    return f"{_owners_of(name)[0][1]}({name}=…)"
 
 
-def _having(name: str) -> list[tuple[str, str]]:
-    """Kind and name of each owner of an option of this name."""
-    return [owned for owned, options in _owners().items() if name in options]
+def _owners_of(name: str) -> list[tuple[str, str]]:
+    """Return kind and name of each owner of an option of this name."""
+    return [owner for owner, options in _options_by_owner().items() if name in options]
 
 
-def check_options(name: str, value: Any) -> None:
+def check_option_value(name: str, value: Any) -> None:
     """Raise ConfigError or UnknownNameError for a value that no owner takes."""
     known_options()[name].convert(value, name)
 
 
-def _owners() -> dict[tuple[str, str], Mapping[str, Option]]:
-    """Kind of owner and name -> its options."""
+def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
+    """Return kind and name of each owner -> its options."""
     return {
-        **{("policy", one.name): one.options() for one in registry.known()},
-        **{(owner, name): options for owner, named in _OPTIONS.items() for name, options in named.items()},
+        **{("policy", policy.name): policy.options() for policy in registry.known()},
+        **{(owner, name): options for owner, owners in _OPTIONS.items() for name, options in owners.items()},
     }
 
 
 def takes_option(choice: Choice, owner: str, name: str) -> bool:
-    """Whether a policy, selection or another owner has an option of this name."""
+    """Return whether a choice, of a policy, a selection or another `owner`, has an option of this name."""
     return name in _options(choice.name, owner)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A configuration, and for every option that stood in its choices what it needs to make a difference; else ''.
+class ParsedConfig:
+    """A configuration, and what each option that was written in its choices needs to have an effect; else ''.
 
-    `told` is by owner, the choice's name and the option.
+    `needs` is keyed by owner, the choice's name and the option.
     """
 
     config: EvictionConfig
-    told: Mapping[tuple[str, str, str], str]
+    needs: Mapping[tuple[str, str, str], str]
 
 
-def configured(
-    chosen: Mapping[str, Choice], preset: Mapping[str, Any], beside: Mapping[str, Any], **fields: Any
-) -> Asked:
-    """The configuration of what is `chosen`, by owner, with a preset's options and those given `beside`.
+def _build_configuration(
+    choices: Mapping[str, Choice], preset: Mapping[str, Any], separate: Mapping[str, Any], **fields: Any
+) -> ParsedConfig:
+    """Return the configuration of choices by owner, with a preset's options and those that are given separately.
 
-    An option goes wherever it belongs and makes a difference; what a choice says itself comes first, then what is
-    given beside it, then the preset.
+    An option goes wherever it belongs and makes a difference. One written in a choice comes first, then one that is
+    given separately, then the preset's.
 
     Raises ConfigError or UnknownNameError for a value that the option's owner refuses, BudgetError for the budget.
     """
-    held = {
-        owner: {**_taken(choice, owner, preset), **_taken(choice, owner, beside)} for owner, choice in chosen.items()
+    added = {
+        owner: {**_applicable_options(choice, owner, preset), **_applicable_options(choice, owner, separate)}
+        for owner, choice in choices.items()
     }
-    whole = _made(chosen, held, fields)
-    idle = effects.idle(whole, registry.build(whole.policy))
-    for owner, option in idle:
-        held[owner].pop(option, None)
-    told = {
-        (owner, choice.name, option): idle.get((owner, option), "")
-        for owner, choice in chosen.items()
+    whole = _eviction_config(choices, added, fields)
+    without_effect = effects.options_without_effect(whole, registry.build(whole.policy))
+    for owner, option in without_effect:
+        added[owner].pop(option, None)
+    needs = {
+        (owner, choice.name, option): without_effect.get((owner, option), "")
+        for owner, choice in choices.items()
         for option in choice.options
         if option in _options(choice.name, owner)
         and getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
     }
-    kept = {owner: choice.without(option for of, option in idle if of == owner) for owner, choice in chosen.items()}
-    return Asked(registry.resolved(_made(kept, held, fields)), told)
-
-
-def _made(
-    chosen: Mapping[str, Choice], held: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]
-) -> EvictionConfig:
-    choices: dict[str, Any] = {
-        owner: Choice(choice.name, {**held[owner], **choice.options}) for owner, choice in chosen.items()
+    effective = {
+        owner: choice.without(option for other, option in without_effect if other == owner)
+        for owner, choice in choices.items()
     }
-    return EvictionConfig(**choices, **fields)
+    return ParsedConfig(registry.normalise(_eviction_config(effective, added, fields)), needs)
 
 
-def _taken(choice: Choice, owner: str, beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is given beside the choices what this one takes and does not say itself."""
+def _eviction_config(
+    choices: Mapping[str, Choice], added: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]
+) -> EvictionConfig:
+    whole: dict[str, Any] = {
+        owner: Choice(choice.name, {**added[owner], **choice.options}) for owner, choice in choices.items()
+    }
+    return EvictionConfig(**whole, **fields)
+
+
+def _applicable_options(choice: Choice, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a choice takes and does not set itself."""
     return {
         name: value
-        for name, value in beside.items()
+        for name, value in options.items()
         if takes_option(choice, owner, name) and name not in choice.options
     }
 
 
 def _options(name: str, owner: str) -> Mapping[str, Option]:
-    """The options of an owner. Raises UnknownNameError."""
+    """Return the options of a policy, a selection or another `owner`. Raises UnknownNameError."""
     if owner == "policy":
         return registry.info(name).options()
     known = _OPTIONS[owner]
@@ -146,7 +149,7 @@ FIELDS = (
     "preset", "budget", "window", "granularity", "precision", "correction", "protect_first", "protect_recent", "policy",
     "selection",
 )  # fmt: skip
-"""What every configuration has; all else is an option of some policy, selection or granularity."""
+"""Choices of every configuration; every other name is an option of some policy, selection or granularity."""
 ORDER = (
     "preset", "budget", "alpha", "window", "split", "score", "epsilon", "norm", "pool", "kernel",
     "granularity", "reduce", "product", "block", "block_score", "sinks", "seed",
@@ -154,8 +157,8 @@ ORDER = (
     "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "correction", "mass",
     "policy", "selection",
 )  # fmt: skip
-"""The order of a grid, the outermost first: the selection varies fastest. Other options stand before the policy, by
-name."""
+"""The order of a grid, the outermost first: the selection varies fastest. Other options come before the policy, sorted
+by name."""
 
 
 def grid(
@@ -167,7 +170,7 @@ def grid(
     cache: str = "ragged",
     **choices: Any,
 ) -> tuple[EvictionConfig, ...]:
-    """Every combination of the choices, each a value or any series of values, nested in the order of `ORDER`.
+    """Return every combination of the choices, each a value or any series of values, nested in the order of `ORDER`.
 
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.
@@ -187,35 +190,35 @@ def grid(
     ['snapkv:two-stage b=128 ...', 'adakv(floor=0.1):two-stage b=128 ...', 'adakv:two-stage b=128 ...']
     """
     wanted = {"budget": budget, "preset": preset, "policy": policy, "selection": selection, **choices}
-    made = every(wanted, cache)
+    configs = expand_grid(wanted, cache)
     for name, value in choices.items():
-        if name not in FIELDS and value is not None and (needs := idle(name, made)):
+        if name not in FIELDS and value is not None and (needs := why_without_effect(name, configs)):
             msg = f"{name} has no effect here: it needs {needs}; leave it out"
             raise ConfigError(msg)
-    return made
+    return configs
 
 
-def every(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[EvictionConfig, ...]:
-    """`grid`, whether or not every choice makes a difference."""
-    made = [asked(**combination) for combination in combinations(choices)]
-    for one in made:
-        compatibility.check(one.config, cache)
-    check_told(made)
-    return unique(one.config for one in made)
+def expand_grid(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[EvictionConfig, ...]:
+    """Return the configurations of `grid`, where a separately given option need not make a difference."""
+    parsed = [parse_configuration(**combination) for combination in combinations(choices)]
+    for each in parsed:
+        compatibility.check(each.config, cache)
+    check_written_options(parsed)
+    return unique(each.config for each in parsed)
 
 
 def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The product of the choices, the last of `ORDER` fastest. Raises UnknownNameError, ConfigError."""
-    listed = {name: _listed(value) for name, value in choices.items()}
-    for name, values in listed.items():
+    """Return the product of the choices, the last of `ORDER` fastest. Raises UnknownNameError, ConfigError."""
+    series = {name: _as_tuple(value) for name, value in choices.items()}
+    for name, values in series.items():
         if name not in FIELDS and name not in known_options():
             raise UnknownNameError(name, "choice", [*FIELDS, *known_options()])
         if not values:
             msg = f"expected a value for {name} or a list of them, got an empty list"
             raise ConfigError(msg)
-    check_configurations(math.prod(map(len, listed.values())))
-    names = sorted(listed, key=_place)
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(listed[name] for name in names))]
+    check_configurations(math.prod(map(len, series.values())))
+    names = sorted(series, key=_sort_key)
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(series[name] for name in names))]
 
 
 def configuration(
@@ -225,101 +228,106 @@ def configuration(
     selection: Choice | str = "two-stage",
     **choices: Any,
 ) -> EvictionConfig:
-    """One combination, as `grid` reads it; whether policy and selection go together is not asked.
+    """Return one combination, as `grid` reads it, without checking that policy and selection combine.
 
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, and an option without effect.
     """
-    made = asked(budget, preset, policy, selection, **choices)
-    check_told([made])
-    return made.config
+    parsed = parse_configuration(budget, preset, policy, selection, **choices)
+    check_written_options([parsed])
+    return parsed.config
 
 
-def check_told(made: Iterable[Asked]) -> None:
-    """Raise ConfigError for an option that stands in a choice and makes no difference wherever that choice stands."""
-    needed: dict[tuple[str, str, str], list[str]] = {}
-    for one in made:
-        for place, needs in one.told.items():
-            needed.setdefault(place, []).append(needs)
-    for (owner, choice, option), lacks in needed.items():
-        if all(lacks):
-            msg = f"{option} of {owner} '{choice}' has no effect here: it needs {lacks[0]}; leave it out"
+def check_written_options(parsed: Iterable[ParsedConfig]) -> None:
+    """Raise ConfigError for an option written in a choice that has no effect in any configuration of that choice."""
+    all_needs: dict[tuple[str, str, str], list[str]] = {}
+    for each in parsed:
+        for key, need in each.needs.items():
+            all_needs.setdefault(key, []).append(need)
+    for (owner, choice, option), needs in all_needs.items():
+        if all(needs):
+            msg = f"{option} of {owner} '{choice}' has no effect here: it needs {needs[0]}; leave it out"
             raise ConfigError(msg)
 
 
-def asked(
+def parse_configuration(
     budget: Any, preset: str = "paper", policy: Any = "snapkv", selection: Any = "two-stage", **choices: Any
-) -> Asked:
-    """One combination, and which options that stand in its choices make a difference to it."""
+) -> ParsedConfig:
+    """Return one combination, with what the options written in its choices need to make a difference."""
     if preset not in PRESETS:
         raise UnknownNameError(preset, "preset", PRESETS)
-    chosen = {name: value for name, value in choices.items() if value is not None}
-    named, selected = policy_and_selection(selection, policy)
-    named = registry.spelled(named)
-    own = registry.info(named.name)
-    if own.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever others are asked with
-        selected, chosen["window"] = _given(named, selected, named == as_choice(policy)), 0
-    usual = own.own_granularity or PRESETS[preset].get("granularity", "query")
-    granularity = as_choice(chosen.pop("granularity", usual))
-    beyond = {name: as_choice(chosen.pop(name, usual)) for name, usual in (("precision", FULL), ("correction", NONE))}
-    owners = {"policy": named, "selection": selected, "granularity": granularity, **beyond}
-    beside = {name: value for name, value in chosen.items() if name not in FIELDS}
-    _check_once(owners, beside)
-    window = PRESETS[preset].get("window", 32) if own.own_window is None else own.own_window
-    fields = {"window": window, **{name: value for name, value in chosen.items() if name in FIELDS}}
+    given = {name: value for name, value in choices.items() if value is not None}
+    policy_choice, selection_choice = _split_policy_and_selection(selection, policy)
+    policy_choice = registry.name_first_argument(policy_choice)
+    info = registry.info(policy_choice.name)
+    if info.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever the grid's other policies get
+        alone = policy_choice == as_choice(policy)
+        selection_choice, given["window"] = _external_selection(policy_choice, selection_choice, alone), 0
+    default_granularity = info.own_granularity or PRESETS[preset].get("granularity", "query")
+    owners = {"policy": policy_choice, "selection": selection_choice}
+    for owner, default in (("granularity", default_granularity), ("precision", FULL), ("correction", NONE)):
+        owners[owner] = as_choice(given.pop(owner, default))
+    separate = {name: value for name, value in given.items() if name not in FIELDS}
+    _check_given_once(owners, separate)
+    window = PRESETS[preset].get("window", 32) if info.own_window is None else info.own_window
+    fields = {"window": window, **{name: value for name, value in given.items() if name in FIELDS}}
     preset_options = {
-        name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *own.own_defaults)
+        name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *info.own_defaults)
     }
-    return configured(owners, preset_options, beside, budget=budget, **fields)
+    return _build_configuration(owners, preset_options, separate, budget=budget, **fields)
 
 
-def _given(named: Choice, selected: Choice, alone: bool) -> Choice:
-    """What stands in the selection's place of a policy from outside. Raises ConfigError for another beside it."""
-    if not alone and selected.name != GIVEN:
-        msg = f"policy '{named}' keeps what it keeps, by no selection of ours: leave ':{selected}' out"
+def _external_selection(policy: Choice, selection: Choice, alone: bool) -> Choice:
+    """Return the selection of an external policy. Raises ConfigError where another one is given with the policy.
+
+    `alone`: the policy was named without a selection.
+    """
+    if not alone and selection.name != GIVEN:
+        msg = f"policy '{policy}' keeps what it keeps, by no selection of ours: leave ':{selection}' out"
         raise ConfigError(msg)
     return Choice(GIVEN)
 
 
-def _check_once(owners: Mapping[str, Choice], beside: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that a choice says itself and that is given beside it too."""
-    for (owner, choice), name in itertools.product(owners.items(), beside):
+def _check_given_once(owners: Mapping[str, Choice], separate: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that is written in a choice and given separately too."""
+    for (owner, choice), name in itertools.product(owners.items(), separate):
         if name in choice.options and takes_option(choice, owner, name):
             msg = f"'{name}' is given beside {choice} and in it; give it once"
             raise ConfigError(msg)
 
 
-def idle(name: str, configs: Iterable[EvictionConfig]) -> str:
-    """What an option beside the choices needs to make a difference to any of these; empty if it makes one."""
+def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
+    """Return what a separately given option needs to have an effect on any configuration; empty where it has one."""
     reasons: dict[str, None] = {}
     for config in configs:
-        without = effects.idle(config, registry.build(config.policy))
-        for owned in ((owner, name) for owner in CHOICES if takes_option(getattr(config, owner), owner, name)):
-            if owned not in without:
-                return ""
-            reasons[without[owned]] = None
+        needs = effects.options_without_effect(config, registry.build(config.policy))
+        for owner in CHOICES:
+            if takes_option(getattr(config, owner), owner, name):
+                if (owner, name) not in needs:
+                    return ""
+                reasons[needs[owner, name]] = None
     return " or ".join(reasons or option_owners(name))
 
 
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """The configurations in their order, each once."""
+    """Return the configurations in their order, each once."""
     return tuple(dict.fromkeys(configs))
 
 
-def _place(name: str) -> tuple[int, str]:
+def _sort_key(name: str) -> tuple[int, str]:
     return (ORDER.index(name), "") if name in ORDER else (ORDER.index("policy") - 1, name)
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def names_policy(selection: str) -> bool:
-    """Whether a selection, as `grid` takes it, says of which policy it is."""
-    return policy_and_selection(selection, "-")[0].name != "-"
+    """Return whether a selection, as `grid` takes it, names its policy too."""
+    return _split_policy_and_selection(selection, "-")[0].name != "-"
 
 
-def policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
-    """What a selection, as `grid` takes it, and the policy beside it stand for."""
+def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
+    """Return the policy and the selection; `text` may name both (`adakv:two-stage`), or a policy alone."""
     if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)

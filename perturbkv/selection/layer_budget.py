@@ -1,9 +1,7 @@
-"""What a policy shares out in one layer, and what it may look at to do so.
+"""The budget of one layer as a policy sees it, and the competition of several kept sets for one budget.
 
-How entries of several kept sets compete for one budget: by their scores, all in one order.
-
-A row is a kept set: of one layer, or of all layers, one below the other. Equal scores go to the earlier position, then
-to the earlier row.
+Kept sets compete by their scores, all in one order. A row is a kept set, of one layer or of all layers, one below the
+other. Equal scores go to the earlier position, then to the earlier row.
 """
 
 from __future__ import annotations
@@ -20,55 +18,58 @@ from perturbkv import theory
 from perturbkv.errors import ConfigError
 
 
-def in_order(scores: Float[Tensor, "row place"]) -> Int[Tensor, " entry"]:
-    """The row of every entry, by descending score."""
+def rows_by_score(scores: Float[Tensor, "row place"]) -> Int[Tensor, " entry"]:
+    """Return the row of every entry, by descending score."""
     return scores.T.flatten().sort(descending=True, stable=True).indices % len(scores)
 
 
-def in_order_of_all(layers: Iterable[Float[Tensor, "row place"]]) -> Int[Tensor, " entry"]:
-    """The same with all layers' rows, one below the other."""
-    return in_order(torch.cat(list(layers)))
+def rows_by_score_of_all_layers(layers: Iterable[Float[Tensor, "row place"]]) -> Int[Tensor, " entry"]:
+    """Return `rows_by_score` of all layers' rows, one below the other."""
+    return rows_by_score(torch.cat(list(layers)))
 
 
-def counted(order: Int[Tensor, " entry"], rows: int) -> Float[Tensor, " row"]:
-    """How often each row is named."""
+def count_rows(order: Int[Tensor, " entry"], rows: int) -> Float[Tensor, " row"]:
+    """Return how often each row occurs in an order."""
     counts = torch.zeros(rows, dtype=theory.WORK, device=order.device)
     return counts.scatter_add_(0, order, torch.ones_like(order, dtype=theory.WORK))
 
 
-def beyond(order: Int[Tensor, " entry"], rows: int, mean: int, least: int) -> Int[Tensor, " row"]:
-    """Entries per row: its own `least` best, and the largest of the others up to `rows` · `mean` in all.
+def allocate_above_minimum(order: Int[Tensor, " entry"], rows: int, mean: int, least: int) -> Int[Tensor, " row"]:
+    """Return entries per row: its own `least` best, and the largest of the others up to `rows` · `mean` in all.
 
-    `order` names each row as often as the others.
+    Every row occurs equally often in `order`.
     """
     by_row = order.argsort(stable=True)
-    place = torch.arange(len(order), device=order.device)
-    nth = torch.empty_like(order).scatter_(0, by_row, place % max(1, len(order) // rows))  # of its own row's
-    free = nth >= least
+    index = torch.arange(len(order), device=order.device)
+    rank_in_row = torch.empty_like(order).scatter_(0, by_row, index % max(1, len(order) // rows))
+    free = rank_in_row >= least
     taken = free & (free.cumsum(dim=0) <= rows * (mean - least))
     return least + torch.zeros(rows, dtype=torch.int64, device=order.device).scatter_add_(0, order, taken.long())
 
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What budgets may look at in one layer; of whole blocks every entry here is a block (`configs.blocks`).
+    """The budget of one layer, with the data that a policy may use to allocate it to kept sets.
+
+    With a granularity of blocks, every entry here is a block (`configs.selections.Blocks`).
 
     Attributes:
-        kept_heads: kept sets of the layer.
-        kept: entries per kept set on the average, all that stays.
-        always: those of them that stay in every kept set: the window and what is protected.
-        layer, layers: which of how many.
-        prefix: entries beside those that always stay, alike in all layers; where a cache that has grown uneven is
-            compressed again, more than any budget, and the selection keeps what there is.
-        heads_in_order: the kept set of every entry before the window, by descending pooled score; entries that always
-            stay, and those that a kept set lacks, come last.
-        head_scores: given scores of all heads, for headkv.
-        of_model: makes something of all layers' scores (kept_head, place), in their order, once for each hashable key;
-            what always stays is not among them. None where a cache is compressed again, layer by layer.
-        window: of what always stays that which the window takes.
+        kept_heads: number of kept sets of the layer.
+        kept: entries that stay, per kept set on the average.
+        always: those of them that stay in every kept set: the window and protected entries.
+        layer, layers: index of the layer, and number of layers.
+        prefix: entries besides those that always stay, the same in all layers; where a cache that has grown unevenly is
+            compressed again, a number above any budget, and the selection keeps what there is.
+        heads_by_score: returns the kept set of every entry before the window, by descending pooled score; entries that
+            always stay, and those that a kept set lacks, come last.
+        head_scores: scores of all heads that the user gave, for headkv.
+        model_wide: function of a hashable key and of another function, which gets all layers' scores (kept_head, place)
+            in their order, without the entries that always stay; the result is computed once per key. None where a
+            cache is compressed again, layer by layer.
+        window: the number of those that always stay because of the window.
     """
 
     kept_heads: int
@@ -77,36 +78,41 @@ class LayerBudget:
     layer: int
     layers: int
     prefix: int
-    heads_in_order: Callable[[], Int[Tensor, " entry"]]
+    heads_by_score: Callable[[], Int[Tensor, " entry"]]
     head_scores: Float[Tensor, "layer kept_head"] | None = None
-    of_model: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
+    model_wide: Callable[[Any, Callable[[Iterable[Tensor]], Any]], Any] | None = None
     window: int = 0
 
     @property
     def free(self) -> int:
-        """Entries per kept set, on the average, beside those that always stay: what is shared out."""
+        """Entries per kept set that are shared out, on the average: those that stay, without those that always do."""
         return self.kept - self.always
 
-    def all_layers(self, key: Any, make: Callable[[Iterable[Tensor]], _Made]) -> _Made:
-        """What `make` gives of all layers' scores, made once. Raises ConfigError where they are not there."""
-        if self.of_model is None:
+    def compute_model_wide(self, key: Any, make: Callable[[Iterable[Tensor]], _Result]) -> _Result:
+        """Return what `make` computes from all layers' scores, once per key.
+
+        Raises ConfigError where these scores are not available.
+        """
+        if self.model_wide is None:
             msg = "budgets that look at all layers need a whole prompt; choose another policy"
             raise ConfigError(msg)
-        made: _Made = self.of_model(key, make)
-        return made
+        result: _Result = self.model_wide(key, make)
+        return result
 
-    def of_the_layers_largest(self) -> Int[Tensor, " kept_head"]:
-        """How many of the layer's largest scores each of its kept sets has."""
-        order = self.heads_in_order()[: self.kept_heads * self.free]
-        return counted(order, self.kept_heads).to(torch.int64)
+    def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
+        """Return how many of the layer's largest scores each of its kept sets has."""
+        order = self.heads_by_score()[: self.kept_heads * self.free]
+        return count_rows(order, self.kept_heads).to(torch.int64)
 
-    def of_the_models_largest(self) -> Int[Tensor, " kept_head"]:
-        """How many of the largest scores of all layers each of this layer's kept sets has."""
+    def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
+        """Return how many of the largest scores of all layers each of this layer's kept sets has."""
         rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
-        order = self.all_layers("order", in_order_of_all)
-        counts = self.all_layers(("counts", self.free), lambda _: counted(order[:total], rows).to(torch.int64))
+        order = self.compute_model_wide("order", rows_by_score_of_all_layers)
+        counts = self.compute_model_wide(
+            ("counts", self.free), lambda _: count_rows(order[:total], rows).to(torch.int64)
+        )
         return counts.view(self.layers, -1)[self.layer]
 
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
-        """The same number of entries for every kept set."""
+        """Return the same number of entries for every kept set."""
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)

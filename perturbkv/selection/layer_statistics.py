@@ -1,4 +1,4 @@
-"""What is known of one layer before anything in it is ranked: its scores and norms, and what stays at both ends."""
+"""The scores and norms of one layer that selections rank by."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from perturbkv.selection.resolved_config import Ends, ResolvedConfig
 from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
-OfModel = Callable[[ResolvedConfig, Ends, Hashable, Callable[[Iterable[Score]], Any]], Any]
+ModelWide = Callable[[ResolvedConfig, Ends, Hashable, Callable[[Iterable[Score]], Any]], Any]
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What selections may look at in one layer; prefix = n − window entries.
+    """The data of one layer that selections may use; prefix = n − window entries.
 
     Attributes:
         accumulated: the unpooled score, Ā of SnapKV: a row per query head, or per key/value head.
         norms: ν per query head.
-        euclidean: ‖V_i W_O^h‖₂ per query head; None where no configuration looks at it.
+        euclidean: ‖V_i W_O^h‖₂ per query head; None where no configuration uses it.
         kv_heads: number of key/value heads.
-        layer, layers: which of how many.
+        layer, layers: index of the layer, and number of layers.
         sample: the sample's id, for the seed of `random`.
         realised: A of the first decoding query per query head; None where it is not known.
-        head_scores: given scores of all query heads of the model, (layer, head); empty where there are none.
+        head_scores: scores of all query heads of the model that the user gave, (layer, head); empty where there are
+            none.
         valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
-        first_stage: what a policy's own stage 1 ranks by, unpooled; rows of its own. None where none has one.
-        of_model: makes something of the competing scores of all layers for a configuration, once for each key.
+        first_stage: the score of a policy's own stage 1, unpooled; rows of its own. None where no policy has one.
+        model_wide: function that computes something from the competing scores of all layers for a configuration, once
+            per key.
     """
 
     accumulated: Float[Tensor, "rows prefix"]
@@ -47,7 +49,7 @@ class LayerStatistics:
     head_scores: Sequence[Sequence[float]] = ()
     valid: Bool[Tensor, "kept_head prefix"] | None = None
     first_stage: Float[Tensor, "first_rows prefix"] | None = None
-    of_model: OfModel | None = None
+    model_wide: ModelWide | None = None
     euclidean: Float[Tensor, "head prefix"] | None = None
 
     @property
@@ -63,8 +65,8 @@ class LayerStatistics:
             raise ConfigError(msg)
         return self.realised
 
-    def norms_of(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
-        """ν in the norm that the selection looks at, float64. Raises ConfigError where it was not computed."""
+    def selected_norms(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
+        """Return ν in the norm that the selection uses, float64. Raises ConfigError where it was not computed."""
         if not config.euclidean:
             return self.norms.to(WORK)
         if self.euclidean is None:
@@ -74,12 +76,12 @@ class LayerStatistics:
 
     @property
     def begin(self) -> Int[Tensor, " #kept_head"]:
-        """Place of each kept set's first entry."""
+        """Index of each kept set's first entry."""
         if self.valid is None:
             return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
         return self.prefix - self.valid.sum(dim=-1)
 
 
-def at_ends(place: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Whether a place is one of the `first` ones from `begin` on, or of the `recent` ones before `end`."""
-    return ((place >= begin) & (place < begin + first)) | (place >= end - recent)
+def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
+    """Return True where an index is one of the `first` ones from `begin` on, or of the `recent` ones before `end`."""
+    return ((index >= begin) & (index < begin + first)) | (index >= end - recent)

@@ -1,4 +1,4 @@
-"""Configurations whose names are objects: what everything behind a plan takes, so that no name is looked up again."""
+"""Configurations with their policy and selection as objects, so that no name is looked up after planning."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class LayerScores(Protocol):
 
 
 Rule = Callable[[LayerScores, EvictionConfig], Any]
-"""From the scores of a layer to the one that ranks a configuration's entries."""
+"""Function from the scores of a layer to the one that ranks a configuration's entries."""
 
 
 @dataclass(frozen=True)
 class Selector:
-    """A selection as functions: by which scores entries are ranked.
+    """The ranking scores of a selection, as functions.
 
     Attributes:
-        first: of the whole set, or of stage 1.
-        second: of stage 2; None where there are no stages.
+        first: score of the whole set, or of stage 1.
+        second: score of stage 2; None where there are no stages.
     """
 
     first: Rule
@@ -85,10 +85,10 @@ _SELECTORS = {
 
 @dataclass(frozen=True)
 class Ends:
-    """The part of a budget that is settled before any score is looked at, in entries or blocks.
+    """Numbers of entries or blocks before the window that stay at both ends, and of those that are shared out by score.
 
     Attributes:
-        first, recent: those before the window that always stay.
+        first, recent: the first and the most recent ones, which always stay.
         free: those per kept set, on the average, that are shared out by score.
     """
 
@@ -101,14 +101,14 @@ class Ends:
         """The number at both ends."""
         return self.first + self.recent
 
-    def competing(self, prefix: int) -> slice:
-        """Return the indices between both ends."""
+    def competing_slice(self, prefix: int) -> slice:
+        """Return the slice between both ends."""
         return slice(self.first, prefix - self.recent)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class ResolvedConfig(EvictionConfig):
-    """A configuration with the objects that its names stand for; equal to the configuration that it was made of.
+    """A configuration with the objects that its names stand for; equal to the configuration that it was built from.
 
     Attributes:
         system: the policy with its options.
@@ -125,19 +125,19 @@ class ResolvedConfig(EvictionConfig):
 
     @property
     def in_cache(self) -> bool:
-        """Whether decoding sees its kept keys at 0 … b − 1."""
+        """True where decoding sees the kept keys at positions 0 … b − 1."""
         return self.system.in_cache
 
     @property
     def has_own_stages(self) -> bool:
-        """Whether the policy's own stage 1 comes before what the selection ranks by."""
+        """True where the policy's own stage 1 comes before the selection's ranking."""
         return self.selection.name == "attention" and self.system.first_stage is not None
 
     def ends(self, prompt_tokens: int) -> Ends:
-        """Return the blocks before the tail that always stay, and those that the budget buys beside them.
+        """Return the blocks before the tail that always stay, and the number that the budget buys besides them.
 
-        Those that stay for entries at both ends are no more than the budget buys. Raises BudgetError where the budget
-        leaves nothing beside what always stays.
+        Blocks at both ends are no more than the budget buys. Raises BudgetError where the budget leaves nothing besides
+        what always stays.
         """
         allowed, window = self.allowed_entries(prompt_tokens), min(self.window, prompt_tokens)
         blocks = self.blocks(prompt_tokens)
@@ -149,7 +149,7 @@ class ResolvedConfig(EvictionConfig):
         return Ends(first_blocks, recent_blocks, bought - first_blocks - recent_blocks)
 
     def guaranteed(self, prompt_tokens: int) -> int:
-        """Return the blocks beside those that always stay that stage 1 takes at least."""
+        """Return the smallest number of blocks that stage 1 takes besides those that always stay."""
         tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
         return self.system.guaranteed(self, tail + ends.always + ends.free, tail + ends.always)
 
@@ -158,7 +158,7 @@ def resolve(config: EvictionConfig) -> ResolvedConfig:
     """Return the configuration with its policy and selection. Raises UnknownNameError and PluginError."""
     if isinstance(config, ResolvedConfig):
         return config
-    return ResolvedConfig(**{one.name: getattr(config, one.name) for one in dataclasses.fields(config)})
+    return ResolvedConfig(**{each.name: getattr(config, each.name) for each in dataclasses.fields(config)})
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ class ResolvedRun(RunConfig):
     configs: tuple[ResolvedConfig, ...]
 
     @classmethod
-    def of(cls, run: RunConfig, configs: Sequence[EvictionConfig] = ()) -> ResolvedRun:
+    def from_run(cls, run: RunConfig, configs: Sequence[EvictionConfig] = ()) -> ResolvedRun:
         """Return the run with its configurations resolved, or with these. Raises as `resolve`."""
-        fields = {one.name: getattr(run, one.name) for one in dataclasses.fields(run)}
+        fields = {each.name: getattr(run, each.name) for each in dataclasses.fields(run)}
         return cls(**{**fields, "configs": tuple(map(resolve, configs or run.configs))})
 
-    def narrowed(self, configs: Iterable[EvictionConfig]) -> ResolvedRun:
-        """Return the run of some of its configurations."""
+    def select_configs(self, configs: Iterable[EvictionConfig]) -> ResolvedRun:
+        """Return the run with some of its configurations."""
         known: dict[EvictionConfig, ResolvedConfig] = {config: config for config in self.configs}
         return dataclasses.replace(self, configs=tuple(known[config] for config in configs))

@@ -1,11 +1,8 @@
-"""Along which lines the heads of a layer look at a prompt: vertical ones, which are entries, and slashes, offsets.
+"""Lines of a sparse prefill: the entries (vertical lines) and offsets (slash lines) that a layer's heads attend to.
 
 Lines are chosen from the attention of the prompt's last queries, or from that × ν (METHOD: Lines that a prefill looks
-along). The first entries are verticals and the local band slashes in every choice.
-
-Which of a prompt's queries a prefill along lines is looked at by: the last ones, and those that are measured.
-
-What configurations look at in one layer that evict nothing and read the prompt along lines.
+along). The first entries are verticals, and the local band is slashes, in every choice. Configurations with a sparse
+prefill evict nothing.
 """
 
 from __future__ import annotations
@@ -33,34 +30,34 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Which lines each kept head of a layer looks along.
+    """The lines of each kept set of a layer.
 
     Attributes:
-        vertical: entries that every query from there on looks at.
-        slash: offsets d: the query at position p looks at p − d.
+        vertical: entries that every query from there on attends to.
+        slash: offsets d: the query at position p attends to p − d.
     """
 
     vertical: Bool[Tensor, "kept_head key"]
     slash: Bool[Tensor, "kept_head key"]
 
-    def seen(self, positions: Int[Tensor, " query"]) -> Bool[Tensor, "kept_head query key"]:
-        """True where the query at a position looks at an entry: none that comes later."""
+    def attention_mask(self, positions: Int[Tensor, " query"]) -> Bool[Tensor, "kept_head query key"]:
+        """Return True where the query at a position attends to an entry; never to a later one."""
         n = self.slash.shape[1]
         offsets = F.pad(self.slash.flip(-1), (0, n - 1))  # from n − 1 down to 0, then those of later entries
-        along = offsets.unfold(-1, n, 1)[:, n - 1 - positions]
-        earlier = torch.arange(n, device=positions.device) <= positions.unsqueeze(-1)
-        return along | (self.vertical.unsqueeze(1) & earlier)
+        on_slash = offsets.unfold(-1, n, 1)[:, n - 1 - positions]
+        causal = torch.arange(n, device=positions.device) <= positions.unsqueeze(-1)
+        return on_slash | (self.vertical.unsqueeze(1) & causal)
 
 
 @dataclass(frozen=True, eq=False)
 class LastQueries:
-    """What lines are chosen from in one layer.
+    """The attention and norms of one layer from which lines are chosen.
 
     Attributes:
-        attention: of the prompt's last queries, 0 on later entries.
-        norms: ν of each entry, in the norm that the selection looks at.
-        kv_heads: of the model.
-        layer: which of the measured ones.
+        attention: weights of the prompt's last queries, 0 on later entries.
+        norms: ν of each entry, in the norm that the selection uses.
+        kv_heads: number of key/value heads.
+        layer: index among the measured layers.
         sample: the sample's id, for the seed of `random`.
     """
 
@@ -72,68 +69,71 @@ class LastQueries:
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
-    """All lines, and those of stage 1 with what is always in: a subset."""
+class ChosenLines:
+    """The chosen lines, and their subset of stage 1 with those that are in every choice."""
 
     lines: Lines
     stage1: Lines
 
 
-def choose(config: ResolvedConfig, given: LastQueries) -> Chosen:
-    """The lines of a budget that does not cover the prompt."""
+def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
+    """Return the lines of a budget that does not cover the prompt."""
     policy = _policy(config)
-    kept_heads, n = _kept_heads(config, given), given.attention.shape[-1]
+    kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
-    upright = int(round_down_entries(policy.vertical * free))
-    first, second = _weights(config, given)
-    alphas = to_device(config.alphas(given.layer, kept_heads), given.attention.device, WORK)
-    drawn = _drawn(config, given, kept_heads, n) if config.selection.name == "random" else None
-    found = []
-    for kind, (sums, count, always, last) in enumerate((
-        (_columns, upright, policy.first, n - config.window),
-        (diagonals, free - upright, config.window, n - policy.first),
+    verticals = int(round_down_entries(policy.vertical * free))
+    first, second = _weights(config, queries)
+    alphas = to_device(config.alphas(queries.layer, kept_heads), queries.attention.device, WORK)
+    random = _random_scores(config, queries, kept_heads, n) if config.selection.name == "random" else None
+    choices = []
+    for kind, (sums, count, always, end) in enumerate((
+        (_column_sums, verticals, policy.first, n - config.window),
+        (diagonal_sums, free - verticals, config.window, n - policy.first),
     )):  # fmt: skip
-        scores = (drawn[kind], None) if drawn else (sums(first), None if second is None else sums(second))
-        found.append(_of_kind(*scores, count, alphas, always, last))
-    (vertical, upright1), (slash, slash1) = found
-    return Chosen(Lines(vertical, slash), Lines(upright1, slash1))
+        scores = (random[kind], None) if random else (sums(first), None if second is None else sums(second))
+        choices.append(_choose_kind(*scores, count, alphas, always, end))
+    (vertical, vertical1), (slash, slash1) = choices
+    return ChosenLines(Lines(vertical, slash), Lines(vertical1, slash1))
 
 
-def everything(config: ResolvedConfig, given: LastQueries) -> Chosen:
-    """All lines."""
-    every = torch.ones(_kept_heads(config, given), given.norms.shape[1], dtype=torch.bool, device=given.norms.device)
-    return Chosen(Lines(every, every), Lines(every, every))
+def all_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
+    """Return all lines."""
+    norms = queries.norms
+    mask = torch.ones(_kept_heads(config, queries), norms.shape[1], dtype=torch.bool, device=norms.device)
+    return ChosenLines(Lines(mask, mask), Lines(mask, mask))
 
 
-def diagonals(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """Σ over the last queries of what each gives the entry at an offset d before it, for d = 0 … n − 1."""
+def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
+    """Return Σ over the last queries of their weight on the entry at an offset d before them, for d = 0 … n − 1."""
     heads, queries, n = weights.shape
     sums = weights.new_zeros(heads, n)
     for row in range(queries):
-        own = n - queries + row  # the query's own entry, at offset 0
-        sums[:, : own + 1] += weights[:, row, : own + 1].flip(-1)
+        position = n - queries + row  # the query's own entry, at offset 0
+        sums[:, : position + 1] += weights[:, row, : position + 1].flip(-1)
     return sums
 
 
-def _columns(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
+def _column_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
     return weights.sum(dim=1)
 
 
-def _weights(config: ResolvedConfig, given: LastQueries) -> tuple[Tensor, Tensor | None]:
-    """A of each kept head, and A ν where there is a stage 2: what is summed along lines."""
-    options, attention = config.granularity.options, _counted(config, given.attention.to(WORK))
-    kept = _kept_heads(config, given)
-    shared = _reduced(attention, kept, options.get("reduce", "mean"))
+def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
+    """Return the weights that are summed along lines: A of each kept set, and A ν where there is a stage 2."""
+    options, attention = config.granularity.options, _summed_attention(config, queries.attention.to(WORK))
+    kept_heads = _kept_heads(config, queries)
+    shared = _reduce_queries(attention, kept_heads, options.get("reduce", "mean"))
     if config.selector.second is None:
         return shared, None
-    norms = given.norms.to(WORK)
+    norms = queries.norms.to(WORK)
     if options.get("product") == "mean-of-products":
-        return shared, _reduced(attention * norms.unsqueeze(1), kept, "mean")
-    return shared, shared * reduce_group(norms, kept).unsqueeze(1)
+        return shared, _reduce_queries(attention * norms.unsqueeze(1), kept_heads, "mean")
+    return shared, shared * reduce_group(norms, kept_heads).unsqueeze(1)
 
 
-def _counted(config: ResolvedConfig, attention: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
-    """The attention that sums are of: all, or without first entries and band, which every query looks at anyway."""
+def _summed_attention(
+    config: ResolvedConfig, attention: Float[Tensor, "head query key"]
+) -> Float[Tensor, "head query key"]:
+    """Return the attention that is summed: all of it, or without first entries and band, which are in every choice."""
     policy = _policy(config)
     if policy.sums == "all":
         return attention
@@ -143,22 +143,24 @@ def _counted(config: ResolvedConfig, attention: Float[Tensor, "head query key"])
     return attention.masked_fill((entry < policy.first) | (offset < config.window), 0.0)
 
 
-def _kept_heads(config: ResolvedConfig, given: LastQueries) -> int:
-    return len(given.norms) if config.granularity.name == "query" else given.kv_heads
+def _kept_heads(config: ResolvedConfig, queries: LastQueries) -> int:
+    return len(queries.norms) if config.granularity.name == "query" else queries.kv_heads
 
 
-def _reduced(weights: Float[Tensor, "head query key"], kept_heads: int, how: str) -> Float[Tensor, "kept query key"]:
+def _reduce_queries(
+    weights: Float[Tensor, "head query key"], kept_heads: int, how: str
+) -> Float[Tensor, "kept query key"]:
     return reduce_group(weights.flatten(1), kept_heads, how).view(kept_heads, *weights.shape[1:])
 
 
-def _drawn(config: ResolvedConfig, given: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
-    """Seeded numbers for entries and for offsets."""
-    made = seeded(2 * kept_heads, n, config.selection["seed"], given.sample, given.layer)
-    found = made.to(given.attention.device)
-    return found[:kept_heads], found[kept_heads:]
+def _random_scores(config: ResolvedConfig, queries: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
+    """Return seeded numbers for entries and for offsets."""
+    numbers = seeded(2 * kept_heads, n, config.selection["seed"], queries.sample, queries.layer)
+    numbers = numbers.to(queries.attention.device)
+    return numbers[:kept_heads], numbers[kept_heads:]
 
 
-def _of_kind(
+def _choose_kind(
     first: Float[Tensor, "kept_head key"],
     second: Float[Tensor, "kept_head key"] | None,
     count: int,
@@ -166,124 +168,132 @@ def _of_kind(
     always: int,
     end: int,
 ) -> tuple[Bool[Tensor, "kept_head key"], Bool[Tensor, "kept_head key"]]:
-    """`count` lines of one kind among `always` … `end` − 1, and those of stage 1; the first `always` ones in both.
+    """Return `count` lines of one kind among `always` … `end` − 1, and those of stage 1, each with the first `always`.
 
-    Of equal sums the smaller place comes first.
+    Of equal sums the smaller index comes first.
     """
-    place = torch.arange(first.shape[1], device=first.device)
-    outside, within = (place < always) | (place >= end), (place < always).expand_as(first)
-    early = round_down_entries(alphas * count).unsqueeze(-1)
-    stage1 = rank(first.masked_fill(outside, -torch.inf)).ranks < early
-    rest = (first if second is None else second).masked_fill(outside | stage1, -torch.inf)
-    return within | stage1 | (rank(rest).ranks < count - early), within | stage1
+    index = torch.arange(first.shape[1], device=first.device)
+    excluded, always_chosen = (index < always) | (index >= end), (index < always).expand_as(first)
+    stage1_count = round_down_entries(alphas * count).unsqueeze(-1)
+    stage1 = rank(first.masked_fill(excluded, -torch.inf)).ranks < stage1_count
+    rest = (first if second is None else second).masked_fill(excluded | stage1, -torch.inf)
+    return always_chosen | stage1 | (rank(rest).ranks < count - stage1_count), always_chosen | stage1
 
 
 Positions = tuple[int, ...]
-"""Places of a prompt, ascending."""
+"""Positions in a prompt, ascending."""
 _NO_LAYER = -1
-"""In a seed's place of the layer: all layers are asked at the same positions."""
+"""Layer index for the seed of positions, which are the same in all layers."""
 
 
-def last(config: ResolvedConfig, prompt_tokens: int) -> Positions:
-    """The queries whose attention says which lines."""
+def last_positions(config: ResolvedConfig, prompt_tokens: int) -> Positions:
+    """Return the positions of the queries from whose attention lines are chosen."""
     return tuple(range(max(0, prompt_tokens - _policy(config).last), prompt_tokens))
 
 
-def measured(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positions:
-    """The queries at which isolated quantities are measured: one of each of 32 equal parts of the prompt, seeded.
+def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positions:
+    """Return the queries at which isolated quantities are measured: one in each of 32 equal parts of the prompt.
 
-    None stands within the first entries and the band behind them, where a query looks at everything whatever is chosen;
-    the budget has no say, so that all budgets are asked at the same ones. Fewer where there are fewer.
+    They are drawn with a seed. None lies within the first entries and the band after them, where a query attends to
+    everything whatever is chosen. They do not depend on the budget, so that all budgets are measured at the same
+    queries. A short prompt has fewer.
     """
     policy = _policy(config)
     begin = min(config.window + policy.first, prompt_tokens - 1)
     parts = min(PROMPT_QUERIES, prompt_tokens - begin)
     ends = [begin + part * (prompt_tokens - begin) // parts for part in range(parts + 1)]
-    drawn = seeded(1, parts, policy.seed, sample, _NO_LAYER)[0].tolist()
-    return tuple(low + int(share * (high - low)) for low, high, share in zip(ends, ends[1:], drawn, strict=False))
+    shares = seeded(1, parts, policy.seed, sample, _NO_LAYER)[0].tolist()
+    return tuple(low + int(share * (high - low)) for low, high, share in zip(ends, ends[1:], shares, strict=False))
 
 
-def wanted(configs: Iterable[ResolvedConfig], prompt_tokens: int, sample: str) -> set[Positions]:
-    """Everything that the full prefill has to remember queries of; nothing where no configuration has lines."""
-    lined = [config for config in configs if config.has_sparse_prefill]
-    return {one for config in lined for one in (last(config, prompt_tokens), measured(config, prompt_tokens, sample))}
+def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, sample: str) -> set[Positions]:
+    """Return all positions whose queries the full prefill has to store; none where no prefill is sparse."""
+    positions: set[Positions] = set()
+    for config in configs:
+        if config.has_sparse_prefill:
+            positions.add(last_positions(config, prompt_tokens))
+            positions.add(measured_positions(config, prompt_tokens, sample))
+    return positions
 
 
 def _policy(config: ResolvedConfig) -> VerticalSlash:
     return cast("VerticalSlash", config.system)
 
 
-Layer = Callable[[ResolvedConfig], LastQueries]
-"""One layer's last queries for a configuration."""
+LastQueriesOfConfig = Callable[[ResolvedConfig], LastQueries]
+"""Function from a configuration to one layer's last queries."""
 
 
 @dataclass(frozen=True, eq=False)
-class LinedBudgets:
-    """Entries of each configuration and kept set that the prompt's last query looks at."""
+class SparsePrefillBudgets:
+    """Numbers of entries that the prompt's last query attends to, per configuration and kept set."""
 
     kept_entries: Int[Tensor, "config kept_head"]
     stage1_entries: Int[Tensor, "config kept_head"]
 
 
 @dataclass(frozen=True, eq=False)
-class LinedGroup:
-    """Configurations with as many kept sets that are measured at the same queries of a prompt.
+class SparsePrefillGroup:
+    """Configurations with equally many kept sets that are measured at the same queries of a prompt.
 
-    What is stored as their kept sets is what the prompt's last query looks at.
+    The entries that the prompt's last query attends to are stored as their kept sets.
 
     Attributes:
-        places: which of the run's configurations they are.
-        kept_heads: kept sets of each.
-        chosen: the lines of each.
-        measured: positions of the queries at which isolated quantities are measured.
-        window: w, the entries of it that are there.
+        config_indices: indices of the configurations in the run.
+        kept_heads: number of kept sets of each.
+        chosen: lines of each.
+        measured_positions: positions of the queries at which isolated quantities are measured.
+        window: w, at most the prompt's length.
     """
 
-    places: tuple[int, ...]
+    config_indices: tuple[int, ...]
     kept_heads: int
-    chosen: tuple[Chosen, ...]
-    measured: Positions
+    chosen: tuple[ChosenLines, ...]
+    measured_positions: Positions
     window: int
 
-    def seen(self, positions: Int[Tensor, " query"]) -> KeptSets:
-        """What queries look at: masks (config, kept_head, query, key)."""
+    def attention_masks(self, positions: Int[Tensor, " query"]) -> KeptSets:
+        """Return the masks of the entries that queries attend to (config, kept_head, query, key)."""
         return KeptSets(
-            torch.stack([one.lines.seen(positions) for one in self.chosen]),
-            torch.stack([one.stage1.seen(positions) for one in self.chosen]),
+            torch.stack([each.lines.attention_mask(positions) for each in self.chosen]),
+            torch.stack([each.stage1.attention_mask(positions) for each in self.chosen]),
         )
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """What the prompt's last query looks at, of some of the group's configurations, by their place in it."""
+        """Return the masks of the last query for some of the group's configurations, all by default."""
         slashes = self.chosen[0].lines.slash
-        found = self.seen(torch.tensor([slashes.shape[1] - 1], device=slashes.device))
-        return KeptSets(found.kept[rows].squeeze(2), found.stage1[rows].squeeze(2))
+        masks = self.attention_masks(torch.tensor([slashes.shape[1] - 1], device=slashes.device))
+        return KeptSets(masks.kept[rows].squeeze(2), masks.stage1[rows].squeeze(2))
 
-    def whole(self, heads: int) -> Bool[Tensor, "config head key"]:
-        """What decoding looks at: everything."""
+    def decoding_mask(self, heads: int) -> Bool[Tensor, "config head key"]:
+        """Return the mask of the entries that decoding attends to: all."""
         slashes = self.chosen[0].lines.slash
-        return slashes.new_ones(len(self.places), heads, slashes.shape[1])
+        return slashes.new_ones(len(self.config_indices), heads, slashes.shape[1])
 
     @property
-    def budgets(self) -> LinedBudgets:
-        """How many entries that is, and those before the window that stage 1 took or that are always in."""
-        found = self.kept_sets()
-        return LinedBudgets(found.kept.sum(dim=-1), found.stage1.sum(dim=-1) - self.window)
+    def budgets(self) -> SparsePrefillBudgets:
+        """Numbers of entries in `kept_sets`, and in its stage 1 without the window."""
+        sets = self.kept_sets()
+        return SparsePrefillBudgets(sets.kept.sum(dim=-1), sets.stage1.sum(dim=-1) - self.window)
 
 
-def lined_groups(configs: Sequence[ResolvedConfig], layer: Layer, prompt_tokens: int, sample: str) -> list[LinedGroup]:
-    """Those of the configurations that look along lines, by the order in which they come."""
-    alike: dict[tuple[int, int, Positions], dict[int, Chosen]] = {}
-    for place, config in enumerate(configs):
+def sparse_prefill_groups(
+    configs: Sequence[ResolvedConfig], layer: LastQueriesOfConfig, prompt_tokens: int, sample: str
+) -> list[SparsePrefillGroup]:
+    """Return the groups of the configurations with a sparse prefill, in the order of the configurations."""
+    groups: dict[tuple[int, int, Positions], dict[int, ChosenLines]] = {}
+    for index, config in enumerate(configs):
         if config.has_sparse_prefill:
-            chosen = of_budget(config, layer(config), prompt_tokens)
-            key = (len(chosen.lines.slash), config.window, measured(config, prompt_tokens, sample))
-            alike.setdefault(key, {})[place] = chosen
+            chosen = lines_for_budget(config, layer(config), prompt_tokens)
+            key = (len(chosen.lines.slash), config.window, measured_positions(config, prompt_tokens, sample))
+            groups.setdefault(key, {})[index] = chosen
     return [
-        LinedGroup(tuple(found), heads, tuple(found.values()), asked, min(window, prompt_tokens))
-        for (heads, window, asked), found in alike.items()
+        SparsePrefillGroup(tuple(chosen), heads, tuple(chosen.values()), positions, min(window, prompt_tokens))
+        for (heads, window, positions), chosen in groups.items()
     ]
 
 
-def of_budget(config: ResolvedConfig, given: LastQueries, prompt_tokens: int) -> Chosen:
-    """The lines of a configuration, all where its budget covers the prompt."""
-    return choose(config, given) if config.kept_entries(prompt_tokens) < prompt_tokens else everything(config, given)
+def lines_for_budget(config: ResolvedConfig, queries: LastQueries, prompt_tokens: int) -> ChosenLines:
+    """Return the lines of a configuration, all where its budget covers the prompt."""
+    covered = config.kept_entries(prompt_tokens) >= prompt_tokens
+    return all_lines(config, queries) if covered else choose_lines(config, queries)

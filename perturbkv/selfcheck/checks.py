@@ -133,7 +133,7 @@ def _measured(adapter: Adapter, tokens: int) -> SampleTrace:
     prompt = Prompt("selfcheck", tuple(ids), 0)
     configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
     run = RunConfig(model=adapter.name, dataset="random tokens", configs=configs)
-    return trace_sample(adapter, prompt, ResolvedRun.of(run))
+    return trace_sample(adapter, prompt, ResolvedRun.from_run(run))
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:

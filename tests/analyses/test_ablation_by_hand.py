@@ -14,7 +14,7 @@ from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
-from perturbkv.selection.policies.registry import resolved
+from perturbkv.selection.policies.registry import normalise
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.measured import MEASURED, config, hand_made
@@ -103,7 +103,7 @@ def test_controls_protect_what_the_methods_protect() -> None:
 
 
 METHODS = [config("h2o:attention"), config("tova:attention")]
-OTHERS = [resolved(control(CHAIN[0], one, name)) for one in METHODS for name in ("attention", "random")]
+OTHERS = [normalise(control(CHAIN[0], one, name)) for one in METHODS for name in ("attention", "random")]
 
 
 def test_controls_of_other_methods_are_no_settings_and_the_result_names_what_it_leaves_out() -> None:

@@ -193,8 +193,8 @@ def test_composed_and_measured_perturbation_are_held_together(found: Alpha) -> N
             table = np.take_along_axis(moved[:, 1:], fold.chosen[by][None, None], axis=1)[:, 0]
             shown[:, fold.distinct.index(fold.configs[by])] = table
         traces.append(trace_of(shown, list(fold.distinct)).sel(sample=fold.samples))
-    assert alpha(trace_of(moved), of_folds=traces).measured.off == 0  # type: ignore[union-attr]
-    assert alpha(trace_of(moved), of_folds=fold_traces(found, moved)).measured.off > 0.1  # type: ignore[union-attr]
+    assert alpha(trace_of(moved), of_folds=traces).measured.composition_error == 0  # type: ignore[union-attr]
+    assert alpha(trace_of(moved), of_folds=fold_traces(found, moved)).measured.composition_error > 0.1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("samples", [4, 8])

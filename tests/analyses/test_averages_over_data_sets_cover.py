@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Interval, Kind, share_of
+from perturbkv.analyses.stats.intervals import Interval, StatisticKind, share_kind
 
-SCORE, DIFFERENCE = share_of(0), Kind(3 / 8, limits=(-1, 1))
+SCORE, DIFFERENCE = share_kind(0), StatisticKind(3 / 8, limits=(-1, 1))
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 DRAWS = 400
 
@@ -29,7 +29,7 @@ def lost(share: float) -> Draw:
     return lambda draw, size: -(draw.random(size) < share).astype(float)
 
 
-POPULATIONS: dict[str, tuple[list[Draw], float, Kind]] = {
+POPULATIONS: dict[str, tuple[list[Draw], float, StatisticKind]] = {
     "nearly always right": ([exact(0.95)] * 6, 0.95, SCORE),
     "nearly never right": ([exact(0.02)] * 6, 0.02, SCORE),
     "from never to always right": ([exact(share) for share in np.linspace(0.02, 1, 6)], 0.51, SCORE),

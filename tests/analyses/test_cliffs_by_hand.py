@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
-from perturbkv.analyses.stats.crossings import crossing, crossing_ratio, first, last
+from perturbkv.analyses.stats.crossings import crossing, crossing_ratio, first_crossing, last_crossing
 from perturbkv.errors import ConfigError, TraceError
 from tests.support.swept import swept
 
@@ -34,22 +34,22 @@ def walked(budgets: list[float], curve: list[float], threshold: float) -> float:
 
 def test_the_crossing_lies_on_the_line_of_both_logarithms() -> None:
     curve = np.array([100.0, 1.0, 0.01])  # −2 per decade everywhere: KL is 0.1 half a decade beyond 0.1
-    assert last(BUDGETS, curve, 1.0) == pytest.approx(0.1)
-    assert last(BUDGETS, curve, 0.1) == pytest.approx(0.1 * math.sqrt(10) ** 0.5 * 10**0.25)
-    assert last(BUDGETS, curve, 10.0) == pytest.approx(10**-1.5)
+    assert last_crossing(BUDGETS, curve, 1.0) == pytest.approx(0.1)
+    assert last_crossing(BUDGETS, curve, 0.1) == pytest.approx(0.1 * math.sqrt(10) ** 0.5 * 10**0.25)
+    assert last_crossing(BUDGETS, curve, 10.0) == pytest.approx(10**-1.5)
 
 
 def test_random_curves_pass_where_the_oracle_walks() -> None:
     source, budgets = np.random.default_rng(0), [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4]
     for _ in range(200):
         curve = source.lognormal(sigma=2, size=7) * np.array(budgets) ** -0.7 / 20
-        assert last(np.array(budgets), curve, 1.0) == pytest.approx(walked(budgets, curve.tolist(), 1.0))
+        assert last_crossing(np.array(budgets), curve, 1.0) == pytest.approx(walked(budgets, curve.tolist(), 1.0))
 
 
 def test_beyond_the_budgets_nothing_is_extrapolated() -> None:
     falling = np.array([8.0, 4.0, 2.0])
-    assert last(BUDGETS, falling, 1.0) == first(BUDGETS, falling, 1.0) == INF
-    assert last(BUDGETS, falling / 100, 1.0) == first(BUDGETS, falling / 100, 1.0) == 0.0
+    assert last_crossing(BUDGETS, falling, 1.0) == first_crossing(BUDGETS, falling, 1.0) == INF
+    assert last_crossing(BUDGETS, falling / 100, 1.0) == first_crossing(BUDGETS, falling / 100, 1.0) == 0.0
     told = crossing(BUDGETS, np.tile(falling, (6, 1)), 1.0).to_dict()
     assert told["value"] is None
     assert (told["beyond"], told["mean_beyond"]) == ("above 1", "above 1")

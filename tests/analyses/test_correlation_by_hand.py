@@ -13,7 +13,7 @@ from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
-from perturbkv.analyses.correlation.lost_answers import curve
+from perturbkv.analyses.correlation.lost_answers import calibration_curve
 from perturbkv.analyses.correlation.method_identity import NAMES
 from perturbkv.errors import TraceError
 from tests.support.linked import answered, methods
@@ -187,7 +187,7 @@ def test_a_bin_in_which_few_prompts_hold_most_answers_is_as_unsure_as_their_effe
     """Of forty prompts of a bin twelve hold four answers each: (Σ c)² / Σ c² = 27.6 prompts of equally many."""
     counts, hits = np.repeat([4, 2, 1], [12, 4, 24]), np.arange(40) % 2
     moved = np.where(np.arange(4) < counts[:, None], 1.0, 2.0)
-    (first, _) = curve(moved, np.repeat(hits[:, None], 4, axis=1) == 1, np.zeros((40, 4)), bins=2)
+    (first, _) = calibration_curve(moved, np.repeat(hits[:, None], 4, axis=1) == 1, np.zeros((40, 4)), bins=2)
     assert (first.answers, first.prompts) == (80, 40)
     share = (counts * hits).sum() / counts.sum()
     left = [np.delete(counts * hits, one).sum() / np.delete(counts, one).sum() for one in range(40)]
@@ -220,7 +220,7 @@ def test_few_deals_are_all_counted() -> None:
         for deals in itertools.product(*(itertools.permutations(row) for row in scores))
     ]
     own = np.mean([stats.spearmanr(m, s).statistic for m, s in zip(moved, scores, strict=True)])
-    assert (control.rho.exact, control.rho.deals) == (True, 6**3)
+    assert (control.rho.exact, control.rho.permutations) == (True, 6**3)
     assert control.rho.p == pytest.approx(np.mean(np.abs(means) >= abs(own) - 1e-9))
     assert (control.rho.low, control.rho.high) == pytest.approx(tuple(np.quantile(means, (0.025, 0.975))))
 
@@ -234,7 +234,7 @@ def test_many_deals_are_drawn_and_agree_with_all_of_them() -> None:
         methods(3), np.repeat(scores, 2, axis=0), np.repeat(FULL[3:7], 2), {"propagated": np.repeat(moved, 2, axis=0)}
     )
     drawn = correlation(more).settings[0].control("propagated").rho
-    assert (drawn.exact, drawn.deals) == (False, 4096)
+    assert (drawn.exact, drawn.permutations) == (False, 4096)
     assert drawn.high == pytest.approx(exact.high / math.sqrt(2), abs=0.12)  # twice the prompts
     assert drawn.p >= 1 / 4096
 
@@ -299,10 +299,14 @@ def test_traces_are_pooled_prompt_by_prompt_and_their_data_sets_told_apart() -> 
     assert [one.dataset for one in both.overall] == ["", "a", "b"]
     alone = correlation(second).overall[0]
     assert both.overall[2].strength("propagated").rho == alone.strength("propagated").rho
-    assert both.overall[2].named("propagated").rho.beyond == alone.named("propagated").rho.beyond
-    apart = [correlation(one).settings[0].named("propagated").rho.others for one in (first, second)]
+    assert (
+        both.overall[2].identity_baselines("propagated").rho.beyond == alone.identity_baselines("propagated").rho.beyond
+    )
+    apart = [correlation(one).settings[0].identity_baselines("propagated").rho.others for one in (first, second)]
     pooled = sum(one.value * one.prompts for one in apart) / sum(one.prompts for one in apart)
-    assert both.settings[0].named("propagated").rho.others.value == pytest.approx(pooled)  # others of its own data set
+    assert both.settings[0].identity_baselines("propagated").rho.others.value == pytest.approx(
+        pooled
+    )  # others of its own data set
     assert (both.identity.dataset, both.identity.samples) == ("a, b", 6)
     assert [row["dataset"] for row in both.records()] == ["a"] * 9 + ["b"] * 9
     assert f"3 of 3 prompts of a (score > 0; median {np.median(FULL[3:6]):g})" in both.details()[0]

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
-from perturbkv.analyses.correlation.lost_answers import between
+from perturbkv.analyses.correlation.lost_answers import area_between_prompts
 from perturbkv.analyses.correlation.method_identity import (
-    Names,
+    IdentityBaseline,
+    area_baseline,
     area_table,
-    of_areas,
-    of_ranks,
+    correlate_within_prompts,
+    rank_baseline,
     rank_table,
     strengths,
-    within,
 )
 from perturbkv.analyses.stats.intervals import Estimate
-from perturbkv.analyses.stats.permutation import chances, dealing
+from perturbkv.analyses.stats.permutation import prompt_permutations, score_permutation_nulls
 from tests.support.linked import answered, methods
 
 WORLDS = 400
@@ -35,7 +35,7 @@ def test_a_perfect_link_is_found_whole() -> None:
     result = correlation(answered(methods(5), scores, np.ones(8), {"propagated": moved}))
     one = result.settings[0].strength("propagated")
     assert (one.rho.value, one.tau.value, one.auc.value) == pytest.approx((-1, -1, 1))
-    names = result.settings[0].named("propagated")
+    names = result.settings[0].identity_baselines("propagated")
     assert (names.rho.significant, names.auc.significant) == (True, True)
     said = " ".join(result.conclusion().split())
     assert "score less: ρ = −1.00" in said
@@ -54,13 +54,13 @@ def test_without_a_link_intervals_hold_none_in_at_least_92_percent_of_worlds(
         scores = draw.uniform(size=(prompts, configs)) * hard if graded else draw.random((prompts, configs)) < hard
         scores = np.asarray(scores, dtype=float)
         lost = scores < np.median(scores) if graded else scores == 0
-        (one,) = strengths({"propagated": within(moved, scores, lost)})
+        (one,) = strengths({"propagated": correlate_within_prompts(moved, scores, lost)})
         if min(one.rho.prompts, one.auc.prompts) >= 5:
             held.append([holds(one.rho, 0), holds(one.tau, 0), holds(one.auc, 0.5)])
         ranks = moved.argsort(axis=1).argsort(axis=1) - (configs - 1) / 2
         size = np.sqrt((ranks**2).sum(axis=1))[:, None]
         if len(small) < 150:
-            small.append(chances((ranks / size)[None], scores)[0].p <= 0.05)
+            small.append(score_permutation_nulls((ranks / size)[None], scores)[0].p <= 0.05)
     assert len(held) > WORLDS / 2
     assert (np.mean(held, axis=0) >= 0.92).all(), np.mean(held, axis=0)
     assert np.mean(small) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / len(small))
@@ -87,8 +87,10 @@ def test_where_only_the_budget_carries_the_link_one_budget_at_a_time_says_none()
     assert propagated == pytest.approx(budget, abs=0.05)  # no more than the budget itself tells
 
 
-def ranked(moved: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> Names:
-    return of_ranks([rank_table(moved, scores)], dealing(np.ones((len(moved), len(moved)), dtype=bool)))
+def ranked(moved: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> IdentityBaseline:
+    return rank_baseline(
+        [rank_table(moved, scores)], prompt_permutations(np.ones((len(moved), len(moved)), dtype=bool))
+    )
 
 
 def test_where_a_methods_name_is_all_the_link_the_prompts_own_perturbation_tells_no_more() -> None:
@@ -172,7 +174,7 @@ def test_methods_that_perturb_more_and_score_more_are_told_on_their_side() -> No
     noise, level = 0.05 * draw.standard_normal((40, 5)), np.array([0.1, 0.2, 0.3, 0.4, 0.5])
     scores = np.clip(0.2 + 1.2 * level - 1.5 * noise, 0, 1)
     result = correlation(answered(methods(5), scores, np.ones(40), {"propagated": np.abs(level + noise)}))
-    rho, names = result.overall[0].strength("propagated").rho, result.overall[0].named("propagated").rho
+    rho, names = result.overall[0].strength("propagated").rho, result.overall[0].identity_baselines("propagated").rho
     assert rho.interval is not None
     assert rho.interval.low > 0
     assert names.beyond.interval is not None
@@ -200,7 +202,7 @@ def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -
              by_methods_alone(draw, up[::-1], [0.2, 0.4, 0.5, 0.7, 0.9], 20)]  # fmt: skip
     result = correlation([answered(methods(5), scores, np.ones(20), {"propagated": moved}, dataset=name)
                    for name, (moved, scores) in zip("ab", parts, strict=True)])  # fmt: skip
-    assert holds(result.overall[0].named("propagated").rho.beyond, 0)
+    assert holds(result.overall[0].identity_baselines("propagated").rho.beyond, 0)
     assert "no more than the methods' names tell" in told(result)
 
 
@@ -208,12 +210,12 @@ def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -
 def test_what_few_deciding_prompts_tell_beyond_the_names_is_covered(deciding: int) -> None:
     """Of forty prompts only some have scores that differ, which have nothing to do with their perturbation."""
     draw, held = np.random.default_rng(deciding), []
-    dealt = dealing(np.ones((40, 40), dtype=bool))
+    permutations = prompt_permutations(np.ones((40, 40), dtype=bool))
     for _ in range(200):
         moved, scores = draw.standard_normal((40, 5)), np.ones((40, 5))
         scores[:deciding] = draw.permuted(np.tile(np.arange(5) / 5, (deciding, 1)), axis=1)
-        rho = of_ranks([rank_table(moved, scores)], dealt)
-        area = of_areas([area_table(moved, scores < 0.5)], dealt)
+        rho = rank_baseline([rank_table(moved, scores)], permutations)
+        area = area_baseline([area_table(moved, scores < 0.5)], permutations)
         assert rho.beyond.prompts == area.beyond.prompts == deciding
         held.append([holds(rho.beyond, 0), holds(area.beyond, 0)])
     assert (np.mean(held, axis=0) >= 0.92).all(), np.mean(held, axis=0)
@@ -226,7 +228,7 @@ def test_an_area_between_prompts_is_as_unsure_as_its_scarcer_side(lost_prompts: 
         moved = draw.standard_normal((40, 5)) + draw.standard_normal((40, 1))
         lost = np.zeros((40, 5), dtype=bool)
         lost[np.arange(lost_prompts), draw.integers(0, 5, lost_prompts)] = True
-        one = between(moved, lost)
+        one = area_between_prompts(moved, lost)
         assert one.prompts == lost_prompts
         held.append(holds(one, 0.5))
     assert np.mean(held) >= 0.92
@@ -237,13 +239,13 @@ def test_fewer_than_five_deciding_prompts_have_a_range(few: int) -> None:
     draw = np.random.default_rng(few)
     moved, scores = draw.standard_normal((40, 5)), np.ones((40, 5))
     scores[:few] = draw.permuted(np.tile(np.arange(5) / 5, (few, 1)), axis=1)
-    dealt = dealing(np.ones((40, 40), dtype=bool))
+    permutations = prompt_permutations(np.ones((40, 40), dtype=bool))
     for one in (
-        of_ranks([rank_table(moved, scores)], dealt).beyond,
-        of_ranks([rank_table(moved, scores)], dealt).others,
-        of_areas([area_table(moved, scores < 0.5)], dealt).beyond,
-        between(moved, scores < 0.5),
-        between(moved, scores > 0.5),  # few kept answers instead of few lost ones
+        rank_baseline([rank_table(moved, scores)], permutations).beyond,
+        rank_baseline([rank_table(moved, scores)], permutations).others,
+        area_baseline([area_table(moved, scores < 0.5)], permutations).beyond,
+        area_between_prompts(moved, scores < 0.5),
+        area_between_prompts(moved, scores > 0.5),  # few kept answers instead of few lost ones
     ):
         assert one.interval is not None
         assert (one.prompts, one.interval.kind) == (few, "range")

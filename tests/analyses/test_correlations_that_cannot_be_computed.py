@@ -47,7 +47,7 @@ def made(scores: Any = MIXED, full: Any = (1,) * 6, **more: Any) -> Trace:
 def test_what_there_is_nothing_to_tell_of_is_told(scores: Any, full: Any, said: str, silence: str, shown: bool) -> None:
     result = correlation(made(scores, full))
     assert said in " ".join(result.conclusion().split())
-    assert result.settings[0].silence == silence
+    assert result.settings[0].undecided_reason == silence
     told = " ".join(repr(result).split())
     assert silence in told
     assert "nan" not in told.lower()
@@ -81,7 +81,7 @@ def test_a_single_prompt_of_its_data_set_has_no_others_to_hold_the_names_against
              for place, name in enumerate("ab")]  # fmt: skip
     result = correlation(parts)
     assert result.overall[0].strength("propagated").rho.prompts == 2
-    assert result.overall[0].named("propagated").rho.beyond.prompts == 0
+    assert result.overall[0].identity_baselines("propagated").rho.beyond.prompts == 0
     assert "cannot be said: no data set has two such prompts" in " ".join(result.conclusion().split())
     json.dumps(result.to_dict(), allow_nan=False)
 
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no trace": (lambda: correlation([]), "needs at least one trace"),
     "no answers": (
         lambda: correlation(trace(sample_trace())),
-        "correlation needs graded answers, made.h5 holds none; make a trace that does: perturbkv correlation --model m",
+        "correlation needs graded answers, made.h5 holds none; make a trace that does: perturbkv quality --model m",
     ),
     "no grades": (lambda: correlation(ungraded()), "correlation needs graded answers, got none in 2 of 6 samples"),
     "two methods": (

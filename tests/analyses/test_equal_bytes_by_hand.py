@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from perturbkv.analyses.budget.equal_bytes import EqualBytes, Rows, equal_bytes, settings
+from perturbkv.analyses.budget.equal_bytes import EqualBytes, RowBuilder, equal_byte_settings, equal_bytes
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.eviction import EvictionConfig
@@ -69,7 +69,7 @@ def test_what_is_alike_but_for_bits_is_held_against_evicting_alone(found: EqualB
         [CONFIGS[4], CONFIGS[0]],
     ]
     assert [row.config for row in found.everything] == [CONFIGS[5]]
-    assert found.others == (CONFIGS[6], CONFIGS[7]), "few bits of fewer bytes, and one with nothing of its own kind"
+    assert found.left_out == (CONFIGS[6], CONFIGS[7]), "few bits of fewer bytes, and one with nothing of its own kind"
 
 
 def test_the_last_layers_perturbation_is_over_evicting_alones(found: EqualBytes) -> None:
@@ -132,7 +132,7 @@ def test_tables_fit_80_columns() -> None:
 def test_without_equal_bytes_there_is_nothing_to_compare() -> None:
     trace = made(configs=(CONFIGS[1], CONFIGS[5], CONFIGS[6]))
     with pytest.raises(TraceError, match=r"in 16 bits that evicts something and one like it.* got a trace"):
-        settings(Rows(Measurements(trace, "bytes")))
+        equal_byte_settings(RowBuilder(Measurements(trace, "bytes")))
     older = made()
     del older.arrays["held_bytes"]  # type: ignore[attr-defined]
     with pytest.raises(TraceError, match="bytes needs the variable 'held_bytes'"):
@@ -155,7 +155,7 @@ def test_a_budget_that_holds_everything_is_no_setting() -> None:
     found = equal_bytes(trace)
     assert [one.baseline for one in found.settings] == [CONFIGS[1]]
     assert [row.config for row in found.everything] == [CONFIGS[5]], "in few bits once, not once per budget"
-    assert {CONFIGS[0], CONFIGS[4]} <= set(found.others) and "b=0.4" not in found.conclusion()
+    assert {CONFIGS[0], CONFIGS[4]} <= set(found.left_out) and "b=0.4" not in found.conclusion()
 
 
 @pytest.mark.parametrize("width", [84, 174])

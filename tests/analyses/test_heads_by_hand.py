@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import HeadComparison, summarise
-from perturbkv.analyses.measurements import held_shares, values
+from perturbkv.analyses.heads.head_comparison import HeadComparison, compare_kind, summarise
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import pairs
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.text import intervals_note
@@ -212,8 +212,8 @@ def test_a_step_is_of_the_samples_whose_text_reaches_it() -> None:
     assert "1 ended before" in later.identity.lines()[0]
     made.arrays["theta"][0, 0, 1] = np.nan  # at a step that sample 0 measured
     with pytest.raises(TraceError, match="got NaN in 'theta'"):
-        values(made, "theta", "heads", 1)
-    assert not np.isnan(values(made, "theta", "heads", 0)).any()
+        Measurements(made, "heads", 1)["theta"]
+    assert not np.isnan(Measurements(made, "heads", 0)["theta"]).any()
     made.arrays["steps_measured"][:] = 1
     with pytest.raises(ConfigError, match="from 0 to 0, where the longest text ends, got 1"):
         compare(made, step=1)
@@ -227,9 +227,10 @@ def test_held_over_full_counts_each_stored_set_once(granularity: str) -> None:
     offsets = np.array([[0, 20, 40, 60], [80, 80, 100, 100]])
     made.arrays["kept_offset"][0, :, 0] = offsets if granularity == "query" else offsets[[1, 1]]
     sets = 4 if granularity == "query" else 2
-    assert held_shares(made, "test")[0] == pytest.approx(sets * 20 / (2 * 100))
+    assert Measurements(made, "test").cache_shares[0] == pytest.approx(sets * 20 / (2 * 100))
     alone = hand_measured(configs[:1], {"prompt_tokens": [100], "kept_count": np.full((1, 1, 1, 4), 20)}, heads=4)
-    assert np.isnan(held_shares(alone, "test")[0]) == (granularity == "query")  # which does not tell the groups
+    unknown = granularity == "query"  # which does not show the groups
+    assert np.isnan(Measurements(alone, "test").cache_shares[0]) == unknown
 
 
 def test_a_failed_sample_is_left_out_and_counted() -> None:
@@ -266,10 +267,10 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 def test_bounds_without_any_attention_in_stage_1_are_infinite_and_nothing_else_is() -> None:
     made = trace(*hand_made(theta_hat=np.full((2, 1, 2, 2), np.inf)))
-    assert np.isinf(values(made, "theta_hat", "bounds")).all()
+    assert np.isinf(Measurements(made, "bounds", None)["theta_hat"]).all()
     made.arrays["theta"][0, 0, 0] = -np.inf
     with pytest.raises(TraceError, match="got infinity in 'theta'"):
-        values(made, "theta", "bounds")
+        Measurements(made, "bounds", None)["theta"]
 
 
 def test_pairs_differ_in_selection_alone() -> None:
@@ -337,3 +338,13 @@ def test_cosines_that_lie_further_apart_than_their_noise_are_decided() -> None:
     baseline, treatment, floor = (np.array([1 - np.cos(angle)]) for angle in (0.3, 0.29, 1e-3))
     assert verdicts(baseline, treatment, floor, "cosine") == 1
     assert verdicts(treatment, baseline, floor, "cosine") == -1
+
+
+def test_a_sum_is_tied_only_where_every_head_ties_in_every_sample() -> None:
+    """Two samples that differ by as much in either direction have equal means and are no tie; rounding is."""
+    floor, norm, flagged = np.full((2, 1, 1), 1e-3), np.ones((2, 1, 1)), np.zeros((1, 1), dtype=bool)
+    baseline = np.full((2, 1, 1), 1.0)
+    opposite = compare_kind(baseline, baseline + np.array([0.5, -0.5])[:, None, None], floor, norm, flagged)
+    rounded = compare_kind(baseline, baseline + 1e-3, floor, norm, flagged)
+    assert (opposite.tied, opposite.case().tied) == (1, False)
+    assert (rounded.tied, rounded.case().tied) == (1, True)

@@ -12,7 +12,15 @@ from scipy import stats
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import half_share
-from perturbkv.analyses.stats.intervals import CORRELATION, DIFFERENCE, POSITIVE, RATIO, Interval, Kind, share_of
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    DIFFERENCE,
+    POSITIVE,
+    RATIO,
+    Interval,
+    StatisticKind,
+    share_kind,
+)
 
 DRAW = np.random.default_rng(0)
 POPULATION = 40
@@ -21,7 +29,7 @@ POPULATION = 40
 def test_a_share_of_samples_has_the_interval_of_clopper_and_pearson() -> None:
     for samples in (2, 8, 36):
         for hits in range(samples + 1):
-            found = intervals.of_samples(np.arange(samples) < hits)
+            found = intervals.of_share(np.arange(samples) < hits)
             exact = stats.binomtest(hits, samples).proportion_ci(method="exact")
             assert found is not None
             assert (found.low, found.high, found.kind) == (
@@ -29,7 +37,7 @@ def test_a_share_of_samples_has_the_interval_of_clopper_and_pearson() -> None:
                 pytest.approx(exact.high),
                 "interval",
             )
-    none = intervals.of_samples(np.zeros(8, dtype=bool))
+    none = intervals.of_share(np.zeros(8, dtype=bool))
     assert none is not None
     assert f"[{100 * none.low:.0f}, {100 * none.high:.0f}]" == "[0, 37]"
 
@@ -40,7 +48,7 @@ def test_a_ratio_of_sums_has_the_jackknifes_interval_on_the_logarithm() -> None:
     error = math.sqrt(7 / 8 * sum((x - sum(left_out) / 8) ** 2 for x in left_out))
     reach = stats.t.ppf(0.975, 7 / 32 * 8) * error
     middle = math.log(top.sum() / bottom.sum())
-    found = intervals.scalar(lambda weights: (weights @ top) / (weights @ bottom), 8, RATIO)
+    found = intervals.of_statistic(lambda weights: (weights @ top) / (weights @ bottom), 8, RATIO)
     assert found == Interval(pytest.approx(math.exp(middle - reach)), pytest.approx(math.exp(middle + reach)))
 
 
@@ -49,7 +57,7 @@ def test_a_plain_mean_has_students_interval_with_the_kinds_degrees_of_freedom() 
     found = intervals.of_mean(values, CORRELATION)
     reach = stats.t.ppf(0.975, 3) * values.std(ddof=1) / math.sqrt(8)
     assert found == Interval(pytest.approx(values.mean() - reach), pytest.approx(values.mean() + reach))
-    wide = intervals.of_mean(values, share_of(270))  # never surer than so many independent heads
+    wide = intervals.of_mean(values, share_kind(270))  # never surer than so many independent heads
     share = values.mean()
     error = math.sqrt(values.var(ddof=1) / 8 + share * (1 - share) / (8 * 270))
     assert wide == Interval(
@@ -81,11 +89,13 @@ def test_fewer_than_five_samples_have_a_range_and_it_is_called_one(samples: int)
 
 def test_equal_sides_give_exactly_1_and_shares_without_any_head_are_as_sure_as_their_samples() -> None:
     values = DRAW.lognormal(size=8)
-    assert intervals.scalar(lambda weights: (weights @ values) / (weights @ values), 8, RATIO) == Interval(1.0, 1.0)
+    assert intervals.of_statistic(lambda weights: (weights @ values) / (weights @ values), 8, RATIO) == Interval(
+        1.0, 1.0
+    )
     for samples in range(5, 41):  # 1/6 six times is less than 1
         sure = 0.025 ** (1 / samples)
-        assert intervals.of_mean(np.zeros(samples), share_of(270)) == Interval(0.0, pytest.approx(1 - sure))
-        assert intervals.of_mean(np.ones(samples), share_of(270)) == Interval(pytest.approx(sure), 1.0)
+        assert intervals.of_mean(np.zeros(samples), share_kind(270)) == Interval(0.0, pytest.approx(1 - sure))
+        assert intervals.of_mean(np.ones(samples), share_kind(270)) == Interval(pytest.approx(sure), 1.0)
 
 
 def test_correlations_that_are_all_1_are_as_sure_as_their_samples() -> None:
@@ -98,15 +108,15 @@ def test_correlations_that_are_all_1_are_as_sure_as_their_samples() -> None:
 def test_samples_that_are_all_alike_leave_room_for_others_on_both_sides() -> None:
     unseen = 1 - 0.025 ** (1 / 8)
     for level in (0.25, 3 / 7):
-        found = intervals.of_mean(np.full(8, level), share_of(0))
+        found = intervals.of_mean(np.full(8, level), share_kind(0))
         assert found == Interval(pytest.approx((1 - unseen) * level), pytest.approx(level + unseen * (1 - level)))
-    of_heads = intervals.of_mean(np.full(8, 0.25), share_of(270))  # as many independent heads would differ
+    of_heads = intervals.of_mean(np.full(8, 0.25), share_kind(270))  # as many independent heads would differ
     error = stats.t.ppf(0.975, 3) * math.sqrt(0.25 * 0.75 / (8 * 270))
     assert of_heads == Interval(pytest.approx(0.25 - error), pytest.approx(0.25 + error))
 
 
-@pytest.mark.parametrize("kind", [CORRELATION, share_of(0), share_of(270)], ids=["correlation", "share", "heads"])
-def test_one_sample_a_little_off_the_limit_makes_the_others_no_surer(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [CORRELATION, share_kind(0), share_kind(270)], ids=["correlation", "share", "heads"])
+def test_one_sample_a_little_off_the_limit_makes_the_others_no_surer(kind: StatisticKind) -> None:
     whole = intervals.of_mean(np.ones(8), kind)
     near = intervals.of_mean(np.array([1.0] * 7 + [0.999]), kind)
     assert whole is not None
@@ -147,9 +157,9 @@ def population(kind: str) -> np.ndarray:
     return draw.lognormal(sigma=1.2, size=POPULATION) if kind == "lognormal" else draw.beta(18, 2, size=POPULATION)
 
 
-MEANS: dict[str, tuple[str, Kind]] = {
+MEANS: dict[str, tuple[str, StatisticKind]] = {
     "a skewed positive mean": ("lognormal", POSITIVE),
-    "a share of heads near 1": ("beta", share_of(270)),
+    "a share of heads near 1": ("beta", share_kind(270)),
     "a skewed correlation": ("beta", CORRELATION),
 }
 
@@ -166,7 +176,7 @@ def test_a_ratio_of_skewed_sums_is_covered_and_a_percentile_bootstrap_would_not(
     truth = top.sum() / bottom.sum()
 
     def ours(drawn: np.ndarray) -> Interval[float] | None:
-        return intervals.scalar(lambda weights: (weights @ top[drawn]) / (weights @ bottom[drawn]), 8, RATIO)
+        return intervals.of_statistic(lambda weights: (weights @ top[drawn]) / (weights @ bottom[drawn]), 8, RATIO)
 
     def percentile(drawn: np.ndarray) -> Interval[float]:
         again = drawn[np.random.default_rng(13).integers(0, 8, size=(400, 8))]
@@ -196,7 +206,7 @@ def test_rare_losses_are_covered_in_at_least_92_percent_of_draws(share: float, s
 def test_without_the_share_that_was_not_seen_rare_losses_would_be_missed() -> None:
     source, held = np.random.default_rng(1), 0
     for _ in range(800):
-        found = intervals.of_mean(lost(source, 0.1, 20), Kind(3 / 8, limits=(-1, 1)))
+        found = intervals.of_mean(lost(source, 0.1, 20), StatisticKind(3 / 8, limits=(-1, 1)))
         assert found is not None
         held += found.low <= 0.025 <= found.high
     assert held / 800 < 0.9

@@ -15,9 +15,9 @@ from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.quality.divergence_point import AT_START
-from perturbkv.analyses.quality.judge import bounded
+from perturbkv.analyses.quality.judge import bounded_interval
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Kind
+from perturbkv.analyses.stats.intervals import StatisticKind
 from perturbkv.errors import ConfigError, PluginError
 from perturbkv.storage.judgements import Judge, pair_questions, single_questions
 from tests.support.answers import CONFIGS, row, written
@@ -84,7 +84,7 @@ def test_the_interval_of_a_judge_without_a_scale_covers_where_there_is_one() -> 
     for _ in range(draws):
         given = np.where(source.random((3, 8)) < 0.95, 10.0, 3.0)
         limits = (given.min(), given.max())
-        found = bounded(given[0], Kind(3 / 8, limits=limits), judge)
+        found = bounded_interval(given[0], StatisticKind(3 / 8, limits=limits), judge)
         if found is not None:
             told, held = told + 1, held + (found.low - 1e-9 <= 0.95 * 10 + 0.05 * 3 <= found.high + 1e-9)
     assert told > 50

@@ -97,11 +97,11 @@ def test_methods_change_places(found: Measures) -> None:
             "l1": [3, 1, 2, 4], "l2": [2, 3, 1, 4], "cosine": [3, 2, 1, 4],
         }  # fmt: skip
         assert (order.rho["l2"].value, order.rho["cosine"].value) == pytest.approx((0.4, 0.8))  # 1 − 6 Σd² / 4·15
-        assert [(swap.first, swap.second, swap.decided) for swap in order.swapped("l2")] == [
+        assert [(swap.first, swap.second, swap.decided) for swap in order.exchanges("l2")] == [
             (CONFIGS[1], CONFIGS[2], True),
             (CONFIGS[1], CONFIGS[0], True),
         ]
-        assert [(swap.first, swap.second) for swap in order.swapped("cosine")] == [(CONFIGS[1], CONFIGS[2])]
+        assert [(swap.first, swap.second) for swap in order.exchanges("cosine")] == [(CONFIGS[1], CONFIGS[2])]
 
 
 def test_the_distance_that_kl_goes_with_tells_most(found: Measures) -> None:

@@ -9,7 +9,7 @@ import pytest
 from perturbkv.analyses.ablation.methods import control, methods, protection, settings
 from perturbkv.analyses.text import LESS, MORE
 from perturbkv.errors import TraceError
-from perturbkv.selection.policies.registry import resolved
+from perturbkv.selection.policies.registry import normalise
 from tests.support.measured import config, one_head
 
 KV = {"granularity": "kv"}
@@ -17,7 +17,7 @@ SNAPKV = config("attention", 128, **KV)
 H2O = config("h2o:attention", 128, **KV)
 TOVA = config("tova:attention", 128, **KV)
 STAGED = config("two-stage", 128, **KV)
-CONTROLS = [resolved(control(SNAPKV, one, name)) for one in (SNAPKV, H2O, TOVA) for name in ("random", "attention")]
+CONTROLS = [normalise(control(SNAPKV, one, name)) for one in (SNAPKV, H2O, TOVA) for name in ("random", "attention")]
 L1 = {SNAPKV: 10.0, H2O: 12.0, TOVA: 9.0, STAGED: 8.0}
 BY_CHANCE = {CONTROLS[0]: 40.0, CONTROLS[2]: 6.0, CONTROLS[3]: 8.0, CONTROLS[4]: 90.0, CONTROLS[5]: 18.0}
 
@@ -32,10 +32,10 @@ def test_protection_is_read_from_options_of_policy_and_score() -> None:
 
 
 def test_a_control_is_snapkvs_with_the_methods_own_window_and_ends() -> None:
-    found = resolved(control(SNAPKV, TOVA, "random"))
+    found = normalise(control(SNAPKV, TOVA, "random"))
     assert (found.policy.name, found.selection.name, found.window) == ("snapkv", "random", 1)
-    assert resolved(control(SNAPKV, H2O, "attention")).protect_recent == 0.5
-    assert resolved(control(SNAPKV, SNAPKV, "attention")) == SNAPKV
+    assert normalise(control(SNAPKV, H2O, "attention")).protect_recent == 0.5
+    assert normalise(control(SNAPKV, SNAPKV, "attention")) == SNAPKV
 
 
 def test_a_share_and_a_number_protect_what_is_more() -> None:
@@ -48,8 +48,8 @@ def test_a_share_and_a_number_protect_what_is_more() -> None:
 def test_controls_pool_as_the_baseline_does() -> None:
     base = config("attention", 128, preset="released-v2")
     own = config("caote:attention", 128, preset="released-v2")
-    assert resolved(control(base, own, "attention")) == base
-    assert resolved(control(base, own, "random")).policy.options == {}
+    assert normalise(control(base, own, "attention")) == base
+    assert normalise(control(base, own, "random")).policy.options == {}
 
 
 def test_rows_of_one_name_say_in_what_they_differ() -> None:

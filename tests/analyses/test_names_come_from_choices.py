@@ -7,8 +7,16 @@ import json
 import pytest
 
 from perturbkv.analyses.identity import MOST_NAMED, identity
-from perturbkv.analyses.json_values import config_object, config_of, run_object, setting_object
-from perturbkv.analyses.pairing import apart, budgets, common, folded, setting_name, short_names, side_names
+from perturbkv.analyses.json_values import config_object, parse_config_object, run_object, setting_object
+from perturbkv.analyses.pairing import (
+    budget_names,
+    common,
+    distinct_choices,
+    fold,
+    setting_name,
+    short_names,
+    side_names,
+)
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -25,7 +33,7 @@ def test_a_name_says_what_differs_and_a_setting_what_is_shared() -> None:
     assert short_names(configs) == ["attention", "two-stage", "two-stage(alpha=0.5, score=pooled)"]
     assert short_names(configs, "selection") == ["", "", "two-stage(alpha=0.5, score=pooled)"]
     assert common(configs) == "snapkv b=64 w=32 max7 query"
-    assert apart(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "score": "score=pooled"}
+    assert distinct_choices(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "score": "score=pooled"}
     assert setting_name(configs[2], "budget") == "a=0.5 w=32 max7 query score=pooled"
     assert short_names(configs[:1]) == [""]
     assert (short_names([]), common([])) == ([], "")
@@ -59,11 +67,11 @@ def test_sides_say_the_options_that_tell_them_apart() -> None:
 
 
 def test_a_long_word_is_folded_behind_its_signs_and_a_short_one_is_not() -> None:
-    assert folded("snapkv two-stage-uniform") == "snapkv\ntwo-stage-uniform"
+    assert fold("snapkv two-stage-uniform") == "snapkv\ntwo-stage-uniform"
     press = "kvpress:CriticalKVPress(SnapKVPress(window_size=64)) given"
-    assert folded(press, 30) == "kvpress:CriticalKVPress(\nSnapKVPress(window_size=64))\ngiven"
-    assert folded(press, 52) == press.replace(" ", "\n")
-    assert folded("adakv(floor=0.1):two-stage", 40) == "adakv(floor=0.1):two-stage"
+    assert fold(press, 30) == "kvpress:CriticalKVPress(\nSnapKVPress(window_size=64))\ngiven"
+    assert fold(press, 52) == press.replace(" ", "\n")
+    assert fold("adakv(floor=0.1):two-stage", 40) == "adakv(floor=0.1):two-stage"
 
 
 def test_what_one_protects_and_the_other_does_not_is_no_common_choice() -> None:
@@ -80,8 +88,8 @@ def test_a_policys_option_is_not_shared_with_a_policy_that_lacks_it() -> None:
 
 def test_budgets_of_two_policies_have_two_names() -> None:
     configs = [configuration(budget, policy=policy) for budget in (64, 0.1) for policy in ("snapkv", "adakv")]
-    assert budgets(configs) == [["64", "snapkv"], ["64", "adakv"], ["0.1", "snapkv"], ["0.1", "adakv"]]
-    assert budgets(configs, "policy") == [["64"], ["64"], ["0.1"], ["0.1"]]
+    assert budget_names(configs) == [["64", "snapkv"], ["64", "adakv"], ["0.1", "snapkv"], ["0.1", "adakv"]]
+    assert budget_names(configs, "policy") == [["64"], ["64"], ["0.1"], ["0.1"]]
     assert [one.budget.unit for one in configs[1:3]] == ["entries", "share of the prompt"]
     assert Budget(1e-5).unit == "share of the prompt"
 
@@ -99,7 +107,7 @@ def test_an_unpooled_configuration_says_nothing_of_a_width() -> None:
 )
 def test_a_configuration_is_the_one_that_its_object_says(made: EvictionConfig) -> None:
     document = json.loads(json.dumps(config_object(made)))
-    assert config_of(document) == made
+    assert parse_config_object(document) == made
     assert document["label"] == made.label()
     assert type(document["window"]) is int
     assert type(document["selection_options"]["alpha"]) is float

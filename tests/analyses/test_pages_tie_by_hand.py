@@ -53,5 +53,5 @@ def test_verdicts_of_pages_are_told_from_what_was_measured() -> None:
 
 def test_a_run_s_identity_says_what_held_means() -> None:
     trace = made(READING)
-    assert identity(trace, READING).lines()[-1] == SAID == identity(trace, READING[:1]).about_read()
-    assert identity(made(EVICTING), EVICTING).about_read() == ""
+    assert identity(trace, READING).lines()[-1] == SAID == identity(trace, READING[:1]).no_eviction_note()
+    assert identity(made(EVICTING), EVICTING).no_eviction_note() == ""

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.questions.patching import patching_values
-from perturbkv.analyses.questions.patching.patching import Patching, conclude
+from perturbkv.analyses.questions.patching.patching import Patching, patching_result
 from perturbkv.analyses.questions.patching.patching_values import sampling_error
 from perturbkv.analyses.stats import coalition as greedy
 from perturbkv.analyses.stats import coalition as shapley
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.coalition import Path
+from perturbkv.analyses.stats.coalition import GreedyPath
 from perturbkv.analyses.text import interval_verdict
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Coalition, Game, Mixture, PatchingConfig
@@ -52,26 +52,26 @@ def by_all_orders(value: Callable[[Coalition], np.ndarray], players: int) -> np.
 
 def test_values_of_an_additive_game_are_what_players_are_worth() -> None:
     values = {one: additive(one) for one in shapley.subsets(4)}
-    np.testing.assert_allclose(shapley.exact(values, 4), WORTH, atol=1e-12)
-    drawn = shapley.orders(4, 4, seed=7)
-    each = shapley.marginals(values, drawn)
+    np.testing.assert_allclose(shapley.exact_values(values, 4), WORTH, atol=1e-12)
+    drawn = shapley.draw_orders(4, 4, seed=7)
+    each = shapley.marginal_contributions(values, drawn)
     np.testing.assert_allclose(each, np.broadcast_to(WORTH, each.shape), atol=1e-12)
 
 
 def test_all_subsets_give_what_all_orders_give() -> None:
     values = {one: tangled(one) for one in shapley.subsets(4)}
-    found = shapley.exact(values, 4)
+    found = shapley.exact_values(values, 4)
     np.testing.assert_allclose(found, by_all_orders(tangled, 4), rtol=1e-9)
     np.testing.assert_allclose(found.sum(axis=0), tangled(frozenset(range(4))) - tangled(frozenset()), rtol=1e-9)
 
 
 def test_orders_are_seeded_and_each_is_followed_by_its_reverse() -> None:
-    drawn = shapley.orders(6, 8, seed=3)
+    drawn = shapley.draw_orders(6, 8, seed=3)
     np.testing.assert_array_equal(drawn[0::2], drawn[1::2, ::-1])
-    np.testing.assert_array_equal(drawn, shapley.orders(6, 8, seed=3))
-    assert not np.array_equal(drawn, shapley.orders(6, 8, seed=4))
+    np.testing.assert_array_equal(drawn, shapley.draw_orders(6, 8, seed=3))
+    assert not np.array_equal(drawn, shapley.draw_orders(6, 8, seed=4))
     assert {frozenset(order.tolist()) for order in drawn} == {frozenset(range(6))}
-    passed = shapley.along(drawn[:2])
+    passed = shapley.coalitions_along(drawn[:2])
     assert len(passed) == len(set(passed)) == 12  # 6 + 1 along each order, nobody and everybody shared
 
 
@@ -106,12 +106,12 @@ def game_of(asked: PatchingConfig, layers: int = 4) -> Game:
 
 
 def concluded(
-    asked: PatchingConfig, value: Callable[[Coalition], np.ndarray], paths: list[Path] | None = None
+    asked: PatchingConfig, value: Callable[[Coalition], np.ndarray], paths: list[GreedyPath] | None = None
 ) -> Patching:
     game = game_of(asked)
     drawn = asked.permutations
-    orders = None if drawn is None else shapley.orders(4, drawn, asked.seed)
-    return conclude(store_of(value, game), game, asked, orders, paths or [])
+    orders = None if drawn is None else shapley.draw_orders(4, drawn, asked.seed)
+    return patching_result(store_of(value, game), game, asked, orders, paths or [])
 
 
 def test_changes_are_told_over_the_baseline_and_add_up() -> None:
@@ -164,8 +164,8 @@ def test_a_table_of_wide_intervals_fits_80_columns() -> None:
         each = np.random.default_rng(3).normal(-4, 5, (4, 6))
         return 20 + each[sorted(coalition)].sum(axis=0) * (1 + len(coalition)) / 5
 
-    result = conclude(
-        store_of(wide, game, samples=6), game, PatchingConfig(permutations=8), shapley.orders(4, 8, 0), []
+    result = patching_result(
+        store_of(wide, game, samples=6), game, PatchingConfig(permutations=8), shapley.draw_orders(4, 8, 0), []
     )
     lines = repr(result).splitlines()
     assert max(map(len, lines)) <= 80
@@ -173,12 +173,14 @@ def test_a_table_of_wide_intervals_fits_80_columns() -> None:
 
 
 def test_every_order_needs_each_player_alone_and_last() -> None:
-    drawn = shapley.orders(6, 8, seed=3)
-    found = shapley.needed(6, drawn)
-    assert len(found) == len(set(found)) and {*shapley.along(drawn), *shapley.ends(6)} == set(found)
+    drawn = shapley.draw_orders(6, 8, seed=3)
+    found = shapley.required_coalitions(6, drawn)
+    assert len(found) == len(set(found)) and {*shapley.coalitions_along(drawn), *shapley.extreme_coalitions(6)} == set(
+        found
+    )
     assert {frozenset({player}) for player in range(6)} | {frozenset(range(6)) - {one} for one in range(6)} < set(found)
-    assert shapley.needed(6, shapley.orders(6, 0, seed=3)) == []
-    assert len(shapley.needed(6, None)) == 64
+    assert shapley.required_coalitions(6, shapley.draw_orders(6, 0, seed=3)) == []
+    assert len(shapley.required_coalitions(6, None)) == 64
 
 
 def test_drawn_values_lie_within_their_own_error_and_add_up() -> None:
@@ -208,10 +210,10 @@ def test_the_error_of_drawing_orders_covers_as_often_as_it_says(count: int) -> N
         return np.array([20 + pairs[np.ix_(held, held)].sum() + triples[np.ix_(held, held, held)].sum()])
 
     every = {one: value(one) for one in shapley.subsets(players)}
-    right = shapley.exact(every, players)[:, 0]
+    right = shapley.exact_values(every, players)[:, 0]
     held = []
     for seed in range(100):
-        each = shapley.marginals(every, shapley.orders(players, count, seed))
+        each = shapley.marginal_contributions(every, shapley.draw_orders(players, count, seed))
         held.append(np.abs(each.mean(axis=0)[:, 0] - right) <= sampling_error(each, 1.0))
     assert 0.88 <= np.mean(held) <= 0.99
 
@@ -225,7 +227,7 @@ def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
     def statistic(weights: np.ndarray) -> np.ndarray:
         return np.asarray((weights @ (baseline + moved)) / (weights @ baseline))
 
-    wanted = intervals.scalar(statistic, 8, intervals.RATIO)
+    wanted = intervals.of_statistic(statistic, 8, intervals.RATIO)
     assert found is not None and wanted is not None
     assert (found.low[0], found.high[0]) == pytest.approx((wanted.low - 1, wanted.high - 1))
     value, found = patching_values.change(np.full((1, 8), 0.25), rng.uniform(0, 1, 8), "score")
@@ -240,7 +242,7 @@ def test_a_greedy_path_is_chosen_on_one_half_and_judged_on_the_other() -> None:
         return np.array([10.0 - 4 * zero + 2 * one] * 2 + [10.0 + 3 * zero - 5 * one] * 2)
 
     halves = (np.array([0, 1]), np.array([2, 3]))
-    paths = [Path(*halves), Path(*halves[::-1])]
+    paths = [GreedyPath(*halves), GreedyPath(*halves[::-1])]
     for _ in range(2):
         for path in paths:
             path.choose({one: value(one)[path.choosing] for one in path.candidates(2)}, better=-1)
@@ -249,7 +251,7 @@ def test_a_greedy_path_is_chosen_on_one_half_and_judged_on_the_other() -> None:
     np.testing.assert_array_equal(chosen, [[10, 10, 10, 10], [6, 6, 5, 5], [8, 8, 8, 8]])
     np.testing.assert_array_equal(judged, [[10, 10, 10, 10], [12, 12, 13, 13], [8, 8, 8, 8]])
     game = game_of(PatchingConfig(), 2)
-    found = conclude(store_of(value, game, samples=4), game, PatchingConfig(), None, paths).greedy
+    found = patching_result(store_of(value, game, samples=4), game, PatchingConfig(), None, paths).greedy
     assert found is not None and found.paths == ((0, 1), (1, 0))
     np.testing.assert_allclose(found.chosen, [0, 22 / 40 - 1, 32 / 40 - 1])
     np.testing.assert_allclose(found.judged, [0, 50 / 40 - 1, 32 / 40 - 1])
@@ -258,16 +260,16 @@ def test_a_greedy_path_is_chosen_on_one_half_and_judged_on_the_other() -> None:
 
 
 def test_of_a_score_more_is_better() -> None:
-    path = Path(np.array([0]), np.array([1]))
+    path = GreedyPath(np.array([0]), np.array([1]))
     path.choose({frozenset({0}): np.array([0.2]), frozenset({1}): np.array([0.9])}, better=1)
     assert path.chosen == [1]
 
 
 def test_halves_are_drawn_and_hold_every_sample_once() -> None:
-    first, second = greedy.greedy_halves(7, seed=1)
+    first, second = greedy.draw_halves(7, seed=1)
     assert (len(first), len(second)) == (4, 3)
     assert sorted([*first, *second]) == list(range(7))
-    assert [list(half) for half in greedy.greedy_halves(7, seed=1)] == [list(first), list(second)]
+    assert [list(half) for half in greedy.draw_halves(7, seed=1)] == [list(first), list(second)]
 
 
 def test_mixtures_by_name_are_held_against_the_baseline() -> None:
@@ -294,8 +296,8 @@ def test_mixtures_by_name_are_held_against_the_baseline() -> None:
 
 def test_equal_kept_sets_are_ties_and_are_said_to_be_equal() -> None:
     game = game_of(PatchingConfig(permutations=0))
-    found = conclude(
-        store_of(additive, game, same=True), game, PatchingConfig(permutations=0), shapley.orders(4, 0, 0), []
+    found = patching_result(
+        store_of(additive, game, same=True), game, PatchingConfig(permutations=0), shapley.draw_orders(4, 0, 0), []
     )
     assert found.named[0].heads.tied == 4
     assert found.same == 1
@@ -314,7 +316,7 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
             10 - np.array([3.0, 3.2, 2.8, 3.1, 2.9, 3.0]) * (0 in coalition) + np.array([1, -1] * 3) * (3 in coalition)
         )
 
-    result = conclude(store_of(clear, game, samples=6), game, PatchingConfig(), None, [])
+    result = patching_result(store_of(clear, game, samples=6), game, PatchingConfig(), None, [])
     assert result.shapley is not None
     assert [interval_verdict(player.value_interval, 0) for player in result.shapley.players] == [-1, 0, 0, 0]
     assert result.conclusion() == (

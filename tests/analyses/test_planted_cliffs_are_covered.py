@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses.stats.crossings import crossing, crossing_ratio, last
+from perturbkv.analyses.stats.crossings import crossing, crossing_ratio, last_crossing
 
 GRID = np.array([0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4])
 DRAWS = 400
@@ -39,7 +39,7 @@ def planted(source: np.random.Generator, world: str, samples: int) -> np.ndarray
 def test_the_planted_crossing_is_covered_in_at_least_92_percent_of_draws(world: str, samples: int) -> None:
     source, held = np.random.default_rng(1), 0
     place, slope, *_ = WORLDS[world]
-    truth = last(GRID, (GRID / place) ** -slope, 1.0)
+    truth = last_crossing(GRID, (GRID / place) ** -slope, 1.0)
     for _ in range(DRAWS):
         found = crossing(GRID, planted(source, world, samples), 1.0)
         assert found.interval is not None
@@ -69,5 +69,5 @@ def test_an_interval_of_half_the_samples_would_not_cover() -> None:
     for _ in range(DRAWS):
         each = planted(source, "prompts of different size", 8)
         low, high = np.quantile(each, [0.4, 0.6], axis=0)
-        held += last(GRID, low, 1.0) <= 0.05 <= last(GRID, high, 1.0)
+        held += last_crossing(GRID, low, 1.0) <= 0.05 <= last_crossing(GRID, high, 1.0)
     assert held / DRAWS < LEAST

@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from perturbkv.analyses.quality.quality import Quality, quality
-from perturbkv.analyses.stats.intervals import Scalar
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.configs.task_kinds import KINDS, kind_of
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -66,7 +66,7 @@ def joined(parts: list[list[float]], least: float, most: float) -> tuple[float, 
     return middle - below, middle + above
 
 
-def ends(interval: Scalar) -> tuple[float, float]:
+def ends(interval: OptionalInterval) -> tuple[float, float]:
     assert interval is not None
     assert interval.kind == "interval"
     return interval.low, interval.high

@@ -14,7 +14,7 @@ from perturbkv.analyses.questions.stability.rank_reliability import (
     between_samples,
     reliability,
 )
-from perturbkv.analyses.stats.intervals import Interval, Scalar
+from perturbkv.analyses.stats.intervals import Interval, OptionalInterval
 from tests.analyses.test_stability_by_hand import noisy
 
 DRAWS, SAMPLES, HEADS = 80, 8, 40
@@ -29,12 +29,12 @@ def profiles() -> tuple[np.ndarray, np.ndarray]:
     return first, 0.8 * first + 0.6 * source.normal(size=HEADS)
 
 
-def holds(interval: Scalar, truth: float) -> bool:
+def holds(interval: OptionalInterval, truth: float) -> bool:
     assert interval is not None
     return bool(interval.low <= truth <= interval.high)
 
 
-def ends_of(interval: Scalar) -> tuple[float, float]:
+def ends_of(interval: OptionalInterval) -> tuple[float, float]:
     assert interval is not None
     return interval.low, interval.high
 

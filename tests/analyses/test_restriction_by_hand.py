@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from perturbkv.analyses.ablation.restriction import restriction, settings
-from perturbkv.analyses.pairing import by_selection, common, pairs
+from perturbkv.analyses.pairing import common, group_by_selection, pairs
 from perturbkv.analyses.text import MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
@@ -74,7 +74,7 @@ def test_other_analyses_pair_blocks_with_blocks_of_the_same_size() -> None:
     assert [(first.granularity.name, first.block) for first, _ in found] == [
         (second.granularity.name, second.block) for _, second in found
     ]
-    assert len(found) == len(by_selection(run)) == 5
+    assert len(found) == len(group_by_selection(run)) == 5
     assert "block" not in common(run.configs)
     assert "block=16" in common([one for one in run.configs if one.block == 16])
 

@@ -13,7 +13,7 @@ import perturbkv as pk
 from perturbkv.analyses.budget.budget_equivalence import EquivalentBudget, equivalent_budgets, median_equivalent_budgets
 from perturbkv.analyses.budget.savings import PairSavings
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO, Kind
+from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO, StatisticKind
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace
@@ -25,7 +25,7 @@ GRID, BUDGETS_LIST = np.array(BUDGETS), list(BUDGETS)
 
 
 def reached(
-    budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, kind: Kind, own: float = 0.4
+    budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, kind: StatisticKind, own: float = 0.4
 ) -> EquivalentBudget:
     """Of a treatment with one budget."""
     (found,) = equivalent_budgets(budgets, baseline, np.array([own]), level[:, None], kind)
@@ -72,7 +72,7 @@ def test_the_interval_holds_the_budgets_that_cannot_be_told_from_the_treatment()
             at = np.log(weights @ losses[:, right - 1]) * (1 - share) + np.log(weights @ losses[:, right]) * share
             return np.asarray((weights @ level) / np.exp(at))
 
-        one = intervals.scalar(over, 8, RATIO)
+        one = intervals.of_statistic(over, 8, RATIO)
         assert one is not None
         if one.low <= 1 <= one.high:
             alike.append(budget)
@@ -198,7 +198,7 @@ def test_a_curve_saves_nothing_against_itself_wherever_its_means_rise(seed: int)
 
 
 @pytest.mark.parametrize("kind", [DIFFERENCE, RATIO], ids=["score", "L1"])
-def test_equal_sides_are_equal_however_their_numbers_lie_in_memory(kind: Kind) -> None:
+def test_equal_sides_are_equal_however_their_numbers_lie_in_memory(kind: StatisticKind) -> None:
     source = np.random.default_rng(0)
     for _ in range(100):
         losses = np.ascontiguousarray(np.sort(source.random((int(source.integers(5, 41)), 5)), axis=1)[:, ::-1])

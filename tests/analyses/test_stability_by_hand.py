@@ -16,11 +16,11 @@ import perturbkv as pk
 from perturbkv.analyses.questions.stability.rank_reliability import (
     RankedHeads,
     agreement,
-    brown,
     depth_profile,
     halves,
     profiles,
     reliability,
+    spearman_brown,
 )
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, TraceError
@@ -82,8 +82,8 @@ def test_two_samples_of_two_heads() -> None:
 
 
 def test_spearman_brown_by_hand() -> None:
-    assert brown(0.5) == pytest.approx(2 / 3)
-    assert (brown(0.0), brown(1.0), brown(-1.0)) == (0.0, 1.0, -1.0)
+    assert spearman_brown(0.5) == pytest.approx(2 / 3)
+    assert (spearman_brown(0.0), spearman_brown(1.0), spearman_brown(-1.0)) == (0.0, 1.0, -1.0)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 5, 6])

@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 from perturbkv.analyses.quality.quality import Quality, quality
-from perturbkv.analyses.quality.score_tables import escaped
+from perturbkv.analyses.quality.score_tables import escape_latex
 from perturbkv.display import Table
 from perturbkv.trace import Trace
 from tests.support.graded import graded
@@ -93,12 +93,12 @@ def test_the_best_of_a_budget_is_bold_and_intervals_stand_beneath(result: Qualit
 
 
 def test_what_tex_would_read_is_text() -> None:
-    assert escaped(r"a_b & 50 % #1 $x$ {y} ~^\ −1 … <z>") == (
+    assert escape_latex(r"a_b & 50 % #1 $x$ {y} ~^\ −1 … <z>") == (
         r"a\_b \& 50 \% \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{} $-$1 \dots{} "
         r"\textless{}z\textgreater{}"
     )
-    assert escaped("Q4_1 → float32") == r"Q4\_1 $\rightarrow$ float32"
-    assert escaped("two\nlines\x1b") == r"two\textbackslash{}nlines\textbackslash{}x1b"
+    assert escape_latex("Q4_1 → float32") == r"Q4\_1 $\rightarrow$ float32"
+    assert escape_latex("two\nlines\x1b") == r"two\textbackslash{}nlines\textbackslash{}x1b"
     odd = quality([replace(one, run=replace(one.run, model=r"a\input{x}&")) for one in traces(("qasper",))])
     assert r"\input" not in odd.to_latex()
     assert r"a\textbackslash{}input\{x\}\&" in odd.to_latex()

@@ -113,14 +113,14 @@ def long(count: int = 400, differs: tuple[int, ...] = (100, 300)) -> SampleTrace
 
 
 def test_a_long_prompt_is_folded_around_what_differs() -> None:
-    shown = as_text(pk.tokens(made(long()), "long", 0, 0).tables())
+    shown = as_text(pk.tokens(made(long()), "long", 0, 0).body())
     assert "── 92 tokens: 46 both keep, 46 both evict ──" in shown
     assert "── 183 tokens: 91 both keep, 92 both evict ──" in shown
     assert "── 91 tokens: 45 both keep, 46 both evict ──" in shown
     assert "[-w100-]" in shown
     assert "[-w300-]" in shown
     assert "w50" not in shown
-    whole = as_text(pk.tokens(made(long()), "long", 0, 0, everything=True).tables())
+    whole = as_text(pk.tokens(made(long()), "long", 0, 0, everything=True).body())
     assert "──" not in "".join(line for line in whole.splitlines() if "tokens" in line)
     assert all(f"w{place}" in whole for place in range(400))
 

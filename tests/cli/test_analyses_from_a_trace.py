@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from rich.cells import cell_len
 
-from perturbkv.analyses.json_values import config_of
+from perturbkv.analyses.json_values import parse_config_object
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
 from tests.support.changed import changing
@@ -143,9 +143,9 @@ def test_a_summary_holds_configurations_as_objects_and_types_as_types(perturbkv:
     told = perturbkv("layers", measured, "--budgets", "-o", "out", "--json").json()
     assert told["run"]["seed"] == run.seed
     assert told["run"]["random_weights"] is run.random_weights
-    assert [config_of(one) for one in told["run"]["configs"]] == list(run.configs)
+    assert [parse_config_object(one) for one in told["run"]["configs"]] == list(run.configs)
     for drift in told["drifts"]:
-        assert config_of(drift["baseline"]) in run.configs
+        assert parse_config_object(drift["baseline"]) in run.configs
         assert (drift["baseline"]["selection"], drift["treatment"]["selection"]) == (
             "attention(alpha=0.75)",
             "two-stage(alpha=0.75)",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
-from perturbkv.configs.patching import PatchingConfig, parse_layers
+from perturbkv.configs.patching import PatchingConfig, format_layers, parse_layers
 from perturbkv.errors import ConfigError
 from tests.support.folders import model_folder
 

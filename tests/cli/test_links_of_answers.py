@@ -53,21 +53,6 @@ def test_a_link_makes_the_trace_that_it_needs_and_reads_it_again(perturbkv: Run,
     assert again.json()["settings"] == told["settings"]
 
 
-def test_all_tables_are_shown_where_they_are_asked_for_and_ask_nothing_else(
-    perturbkv: Run, made: Callable[..., Path]
-) -> None:
-    made("qasper")
-    short = perturbkv("correlation", "qasper.h5", "-o", "out", "--format", "png")
-    whole = perturbkv("correlation", "qasper.h5", "-o", "out", "--format", "png", "--all")
-    assert (short.code, whole.code) == (0, 0), whole.err
-    assert "what else could make it" not in short.out
-    assert "b=0.1: what else could make it" in whole.out
-    assert whole.out.startswith(short.out.partition("ρ: Spearman's")[0])
-    assert narrow(whole.out), whole.out
-    again = perturbkv("correlation", "qasper.h5", "-o", "out", "--format", "png")  # the same question to the same trace
-    assert again.out == short.out
-
-
 def test_traces_of_several_data_sets_are_pooled(perturbkv: Run, made: Callable[..., Path]) -> None:
     made("qasper"), made("triviaqa", 5)
     ran = perturbkv("correlation", "qasper.h5", "triviaqa.h5", "-o", "out", "--format", "png")
@@ -134,5 +119,5 @@ def test_answers_that_nothing_graded_are_refused(perturbkv: Run, tiny: list[obje
     perturbkv("trace", *tiny, "-o", "t.h5")
     ran = perturbkv("correlation", "t.h5", "-o", "out")
     assert ran.code == 2
-    assert "link needs graded answers, t.h5 holds none" in ran.err
+    assert "correlation needs graded answers, t.h5 holds none" in ran.err
     assert not Path("out").exists()

@@ -186,5 +186,5 @@ def test_policies_tell_what_combines_with_what(perturbkv: Run) -> None:
     for info in registry.known():
         assert info.name in told
     refused = perturbkv("trace", "--policy", "streaming-llm", "--selection", "two-stage")
-    for row in compatibility.pairs():
+    for row in compatibility.compatible_choices():
         assert f"{row[0]} with {row[1]} in a {row[2]} cache" in refused.err

@@ -85,7 +85,7 @@ def test_the_command_prints_the_conclusion_first_then_every_part_and_the_notes_o
     said, result = " ".join(ran.out.split()), results[command]
     assert said.startswith(" ".join(result.conclusion().split()))
     assert said.count(" ".join(result.notes().split())) == 1
-    for part in result.tables():
+    for part in result.body():
         assert " ".join((part if isinstance(part, str) else part.title).split()) in said
     assert all(cell_len(line) <= 80 for line in ran.out.splitlines()), ran.out
 
@@ -98,7 +98,7 @@ def test_a_result_shows_itself_within_80_columns_and_as_html(results: dict[str, 
     assert " ".join(repr(result).split()).startswith(" ".join(result.conclusion().split()))
     page = result._repr_html_()
     assert page.startswith("<p>")
-    assert page.count("<table>") == sum(not isinstance(part, str) for part in result.tables()) > 0
+    assert page.count("<table>") == sum(not isinstance(part, str) for part in result.body()) > 0
 
 
 @EVERY

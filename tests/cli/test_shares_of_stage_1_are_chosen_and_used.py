@@ -104,12 +104,12 @@ def test_what_cannot_be_is_said_before_a_weight_is_loaded(
 
 def test_files_of_others_stay(perturbkv: Run, six: list[object]) -> None:
     Path("out").mkdir()
-    for name in ("alpha-head.json", "alpha-fold-1.h5"):
+    for name, kind in (("alpha-head.json", "shares of stage 1 as JSON"), ("alpha-fold-1.h5", "a fold's trace")):
         mine = Path("out") / name
         mine.write_text('{"by": "global", "alpha": 0.5}')
         refused(
             perturbkv("question", "alpha", *six, *GRID, "-o", "out"),
-            f"expected no file at out/{name}, got one; --overwrite",
+            f"expected {kind} at out/{name}, got another file; --overwrite replaces it",
         )
         mine.unlink()
     assert not list(Path("out").iterdir())

@@ -15,7 +15,7 @@ from perturbkv.analyses.horizon import horizon
 from perturbkv.analyses.layers import budget_curves, layers
 from perturbkv.analyses.needle import needle
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.permutation import decide
+from perturbkv.analyses.stats.permutation import sign_flip_tests
 from perturbkv.cli import console
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -35,7 +35,7 @@ def said(shown: Callable[..., None], *results: object) -> str:
 
 def told_by(result: Result) -> str:
     """All that a result says of itself, likewise."""
-    return " ".join(as_text([result.conclusion(), *result.tables(), result.notes()], width=200).split())
+    return " ".join(as_text([result.conclusion(), *result.body(), result.notes()], width=200).split())
 
 
 def test_ranks_of_methods_stand_beside_their_cache_shares() -> None:
@@ -91,6 +91,16 @@ def test_layers_and_samples_say_what_their_caches_hold_and_in_how_many_of_them_d
         assert [row[counts] for row in cells] == [getattr(record, counts) for record in numbers]
 
 
+def test_several_results_of_one_command_say_once_how_many_samples_there_are() -> None:
+    for samples, note in ((7, "n = 7 samples; in brackets"), (3, "n = 3 samples, too few for intervals")):
+        trace = made(samples=samples)
+        results = [layers.layer_drift(trace), layers.last_layer(trace), budget_curves.budget_curves(trace)]
+        shown = said(console.result, results, "title")
+        assert shown.count(note) == 1
+        whole = max((result.interval_note() for result in results), key=len)
+        assert " ".join(whole.split()) in shown
+
+
 def test_the_ablation_has_intervals_everywhere() -> None:
     result = ablation.ablation(made(samples=5))
     results, told = result.settings, told_by(result)
@@ -101,7 +111,7 @@ def test_the_ablation_has_intervals_everywhere() -> None:
 
 
 def test_few_heads_by_chance_are_told_with_a_decimal() -> None:
-    some = decide(np.random.default_rng(0).normal(size=(6, 8)))
+    some = sign_flip_tests(np.random.default_rng(0).normal(size=(6, 8)))
     assert 0 < some.chance_mean < 0.5
     result = heads.compare_heads(made(samples=7))
     chance = result[0].propagated.sign_flips.chance_mean

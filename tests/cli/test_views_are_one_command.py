@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.asked import refused
+from tests.support.asked import instead, refused
 
 Run = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def test_views_of_answers_take_one_file_of_answers(perturbkv: Run) -> None:
 
 
 def test_each_view_keeps_its_own_options_under_its_own_name(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("ablation", "--restrictions", *tiny, "-o", "out", "--format", "png")
+    ran = perturbkv("ablation", "--restrictions", *instead(tiny, "--budget", 0.5), "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
     found = json.loads(Path("out/summary.json").read_text())["analyses"]
     assert {name: set(one["asked"]) for name, one in found.items()} == {"ablation-restrictions": {"step"}}

@@ -216,6 +216,6 @@ def test_the_device_of_a_cluster_need_not_be_here(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_sweep_file_takes_the_engine_too() -> None:
-    assert RunOptions(engine="workers", workers=2).spread == Workers("workers", 2)
+    assert RunOptions(engine="workers", workers=2).engine_config == Workers("workers", 2)
     with pytest.raises(ConfigError, match="no effect"):
-        _ = RunOptions(workers=2).spread
+        _ = RunOptions(workers=2).engine_config

@@ -14,7 +14,7 @@ import pytest
 from perturbkv.datasets import needle
 from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.needle import distracted
+from perturbkv.datasets.needle import add_distraction
 from perturbkv.errors import ConfigError, DatasetError
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.answers import answer_heads
@@ -94,7 +94,7 @@ def test_the_sentence_is_found_where_it_stands() -> None:
 def test_a_distractor_says_the_same_of_another_city() -> None:
     options = DatasetOptions(6, 1, haystack="noise", lengths=(300,), depths=(0.5,))
     for sample in needle.load("needle", options, ByteTokenizer()).samples:
-        asked, sentence = distracted(sample, 1)
+        asked, sentence = add_distraction(sample, 1)
         city = next(city for city in needle.CITIES if city in sample.question)
         assert sentence == f"The magic number of {city} is {sample.answers[0]}."
         before, after = asked.context.split(sentence)
@@ -102,9 +102,9 @@ def test_a_distractor_says_the_same_of_another_city() -> None:
         assert other in needle.CITIES and other != city and number != sample.answers[0]
         assert (asked.question, asked.answers) == (sample.question, sample.answers)
         assert len(asked.context) == len(sample.context) + len(f" The magic number of {other} is {number}.")
-        assert before and distracted(sample, 1)[0] == asked
+        assert before and add_distraction(sample, 1)[0] == asked
     with pytest.raises(DatasetError, match="to hold needle's fact"):
-        distracted(replace(sample, answers=("12",)), 1)
+        add_distraction(replace(sample, answers=("12",)), 1)
 
 
 def model(layers: int = 2, heads: int = 2) -> SimpleNamespace:

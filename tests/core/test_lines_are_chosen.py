@@ -11,7 +11,15 @@ import torch
 
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
-from perturbkv.selection.sparse_lines import LastQueries, Lines, choose, diagonals, last, measured, wanted
+from perturbkv.selection.sparse_lines import (
+    LastQueries,
+    Lines,
+    choose_lines,
+    diagonal_sums,
+    last_positions,
+    measured_positions,
+    remembered_positions,
+)
 from tests.support.resolved import every
 
 WINDOW, N = 3, 23
@@ -55,25 +63,25 @@ def slow_diagonals(weights: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_along_diagonals_are_those_of_a_loop(seed: int, queries: int) -> None:
     weights = world(seed, queries=queries).attention
-    np.testing.assert_allclose(diagonals(weights).numpy(), slow_diagonals(weights.numpy()), rtol=1e-13)
-    assert diagonals(weights).sum().item() == pytest.approx(4 * queries), "every weight is on one diagonal"
+    np.testing.assert_allclose(diagonal_sums(weights).numpy(), slow_diagonals(weights.numpy()), rtol=1e-13)
+    assert diagonal_sums(weights).sum().item() == pytest.approx(4 * queries), "every weight is on one diagonal"
 
 
 def test_a_diagonal_that_is_off_by_one_is_found() -> None:
     weights = world(0).attention
-    wrong = diagonals(weights).roll(1, dims=-1)
+    wrong = diagonal_sums(weights).roll(1, dims=-1)
     assert not np.allclose(wrong.numpy(), slow_diagonals(weights.numpy()))
 
 
 def test_a_query_looks_at_the_union_and_at_nothing_later() -> None:
     made = torch.Generator().manual_seed(0)
     vertical, slash = (torch.rand(3, N, generator=made) < 0.2 for _ in range(2))
-    seen = Lines(vertical, slash).seen(torch.arange(N))
+    seen = Lines(vertical, slash).attention_mask(torch.arange(N))
     for head, position, entry in np.ndindex(3, N, N):
         expected = entry <= position and bool(vertical[head, entry] or slash[head, position - entry])
         assert bool(seen[head, position, entry]) == expected, (head, position, entry)
     some = torch.tensor([4, 17, 22])
-    assert torch.equal(Lines(vertical, slash).seen(some), seen[:, some])
+    assert torch.equal(Lines(vertical, slash).attention_mask(some), seen[:, some])
 
 
 def planted() -> LastQueries:
@@ -91,14 +99,14 @@ def planted() -> LastQueries:
 
 def test_planted_lines_are_chosen() -> None:
     """w = 3, first = 2: b = 7 leaves a vertical and a slash. The diagonal at 9 passes 9 … 13 and the column 7 alone."""
-    found = choose(lined(budget=7), planted())
+    found = choose_lines(lined(budget=7), planted())
     assert places(found.lines.vertical[0]) == [0, 1, 7]
     assert places(found.lines.slash[0]) == [0, 1, 2, 9]
-    refined = choose(lined("two-stage(alpha=0)", 7), planted())
+    refined = choose_lines(lined("two-stage(alpha=0)", 7), planted())
     assert places(refined.lines.vertical[0]) == [0, 1, 6], "0.05 · 1000 is above 2.5 · 1"
     offsets = {position - 6 for position in range(N - 5, N)}
     assert places(refined.lines.slash[0])[-1] in offsets, "all of these pass through entry 6 once"
-    both = choose(lined("two-stage(alpha=0.5)", 9), planted())
+    both = choose_lines(lined("two-stage(alpha=0.5)", 9), planted())
     assert places(both.lines.vertical[0]) == [0, 1, 6, 7] and places(both.stage1.vertical[0]) == [0, 1, 7]
 
 
@@ -110,9 +118,9 @@ def test_a_sink_lends_its_weight_to_slashes_unless_it_is_left_out() -> None:
         weights[0, row, position + 1 :] = 0
         weights[0, row, 0], weights[0, row, position - 9], weights[0, row, position] = 0.6, 0.08, 0.3
     given = LastQueries(weights, torch.ones(1, N, dtype=torch.float64), 1, 0, "s")
-    every = choose(lined(budget=8, vertical=0.0), given).lines
+    every = choose_lines(lined(budget=8, vertical=0.0), given).lines
     assert places(every.slash[0]) == [0, 1, 2, 18, 19, 20]
-    free = choose(lined(budget=8, vertical=0.0, sums="free"), given).lines
+    free = choose_lines(lined(budget=8, vertical=0.0, sums="free"), given).lines
     assert places(free.slash[0]) == [0, 1, 2, 3, 4, 9], "the diagonal, and of those that are alike the first"
 
 
@@ -120,27 +128,27 @@ def test_a_sink_lends_its_weight_to_slashes_unless_it_is_left_out() -> None:
 @pytest.mark.parametrize("budget", [6, 7, 12, 20, 22])
 def test_no_query_looks_at_more_than_the_budget(budget: int, share: float) -> None:
     for selection in ("attention", "two-stage", "random"):
-        found = choose(lined(selection, budget, vertical=share), world(budget)).lines
+        found = choose_lines(lined(selection, budget, vertical=share), world(budget)).lines
         free = budget - WINDOW - 2
         assert (found.vertical.sum(dim=-1) == 2 + int(share * free + 1e-9)).all()
         assert (found.slash.sum(dim=-1) == WINDOW + free - int(share * free + 1e-9)).all()
-        seen = found.seen(torch.arange(N))
+        seen = found.attention_mask(torch.arange(N))
         assert (seen.sum(dim=-1) <= budget).all()
         assert seen[:, :WINDOW, :WINDOW].tril().equal(torch.ones(4, WINDOW, WINDOW, dtype=torch.bool).tril())
 
 
 def test_with_everything_in_stage_1_both_selections_are_one() -> None:
     given = world(4)
-    one, other = (choose(lined(name), given).lines for name in ("attention", "two-stage(alpha=1)"))
+    one, other = (choose_lines(lined(name), given).lines for name in ("attention", "two-stage(alpha=1)"))
     assert torch.equal(one.vertical, other.vertical) and torch.equal(one.slash, other.slash)
     uniform = replace(given, norms=torch.ones_like(given.norms))
-    same = choose(lined("two-stage(alpha=0)"), uniform).lines
+    same = choose_lines(lined("two-stage(alpha=0)"), uniform).lines
     assert torch.equal(one.vertical, same.vertical) and torch.equal(one.slash, same.slash)
 
 
 def test_drawn_lines_are_those_of_their_seed_alone() -> None:
     first, second, third = (
-        choose(lined(f"random(seed={seed})"), world(one)).lines for seed, one in ((0, 1), (0, 2), (1, 1))
+        choose_lines(lined(f"random(seed={seed})"), world(one)).lines for seed, one in ((0, 1), (0, 2), (1, 1))
     )
     assert torch.equal(first.vertical, second.vertical) and torch.equal(first.slash, second.slash)
     assert not torch.equal(first.vertical, third.vertical)
@@ -148,31 +156,33 @@ def test_drawn_lines_are_those_of_their_seed_alone() -> None:
 
 @pytest.mark.parametrize("granularity", ["kv", "kv(reduce=max)", "kv(product=mean-of-products)"])
 def test_a_group_has_one_choice(granularity: str) -> None:
-    assert len(choose(lined("two-stage(alpha=0)", granularity=granularity), world(1)).lines.slash) == 2
+    assert len(choose_lines(lined("two-stage(alpha=0)", granularity=granularity), world(1)).lines.slash) == 2
 
 
 def test_the_queries_that_are_measured_are_the_same_on_every_machine() -> None:
     """One in each 32nd of what lies behind the band and the first entries, whatever the budget."""
     config = resolve(configuration(128, policy="vertical-slash", selection="attention"))
-    found = measured(config, 1000, "needle-0")
+    found = measured_positions(config, 1000, "needle-0")
     assert found[:6] == PINNED and len(set(found)) == 32
     for part, position in enumerate(found):
         assert 36 + part * 964 // 32 <= position < 36 + (part + 1) * 964 // 32
-    assert found == measured(resolve(configuration(256, policy="vertical-slash", selection="random")), 1000, "needle-0")
-    assert found != measured(config, 1000, "needle-1")
-    assert found != measured(
+    assert found == measured_positions(
+        resolve(configuration(256, policy="vertical-slash", selection="random")), 1000, "needle-0"
+    )
+    assert found != measured_positions(config, 1000, "needle-1")
+    assert found != measured_positions(
         resolve(configuration(128, policy="vertical-slash(seed=1)", selection="attention")), 1000, "needle-0"
     )
 
 
 def test_short_prompts_have_fewer_queries() -> None:
     config = lined()
-    assert measured(config, 10, "s") == (5, 6, 7, 8, 9) and measured(config, 4, "s") == (3,)
-    assert last(config, 10) == (5, 6, 7, 8, 9) and last(config, 3) == (0, 1, 2)
+    assert measured_positions(config, 10, "s") == (5, 6, 7, 8, 9) and measured_positions(config, 4, "s") == (3,)
+    assert last_positions(config, 10) == (5, 6, 7, 8, 9) and last_positions(config, 3) == (0, 1, 2)
 
 
 def test_nothing_is_remembered_where_nobody_looks_along_lines() -> None:
     others = every([configuration(128), configuration(128, policy="quest", selection="attention")])
-    assert wanted(others, 1000, "s") == set()
+    assert remembered_positions(others, 1000, "s") == set()
     both = [lined(), lined("two-stage")]
-    assert wanted(both, N, "s") == {last(both[0], N), measured(both[0], N, "s")}
+    assert remembered_positions(both, N, "s") == {last_positions(both[0], N), measured_positions(both[0], N, "s")}

@@ -158,12 +158,12 @@ def test_impossible_pairs_are_refused_with_all_that_works(
     with pytest.raises(ConfigError) as refused:
         compatibility.check(config(policy, **fields), cache)
     assert words in str(refused.value)
-    for row in compatibility.pairs():
+    for row in compatibility.compatible_choices():
         assert all(cell in str(refused.value) for cell in row)
 
 
 def test_every_policy_stands_in_one_row_of_the_table() -> None:
-    listed = [name for row in compatibility.pairs() for name in row[0].split(", ")]
+    listed = [name for row in compatibility.compatible_choices() for name in row[0].split(", ")]
     assert sorted(listed) == sorted(info.name for info in registry.known())
     with pytest.raises(UnknownNameError, match="known: pyramidkv"):
         registry.info("pyramid")
@@ -172,7 +172,7 @@ def test_every_policy_stands_in_one_row_of_the_table() -> None:
 def test_a_guaranteed_share_comes_first_and_the_layers_largest_fill_the_rest() -> None:
     """Head 0 has the ten largest scores: a mixture leaves head 1 its share of 8 · 0.5, a guarantee 10 · 0.5 − 2."""
     scores = torch.stack([torch.arange(40.0, 20, -1), torch.arange(20.0, 0, -1)])
-    given = LayerBudget(2, 10, 2, 0, 1, 20, room(scores, 10, 20).heads_in_order)
+    given = LayerBudget(2, 10, 2, 0, 1, 20, room(scores, 10, 20).heads_by_score)
     for safeguard, budgets in (("mixture", [12, 4]), ("guaranteed", [13, 3])):
         chosen = config("adakv", 10, window=2, floor=0.5, safeguard=safeguard)
         assert registry.build(chosen.policy).allocate(chosen, given).tolist() == budgets

@@ -93,7 +93,7 @@ def test_a_trace_of_a_press_is_compared_and_shown() -> None:
     shown = trace(*(sample_trace(name, optional=True) for name in ("s0", "s1")), configs=(ours, STORED))
     compared = compare_heads(shown, "attention", "kvpress:AdaKVPress")
     assert STORED.label() in json.dumps(compared.to_dict(), default=str)
-    assert all(part for part in (compared.conclusion(), compared.tables(), repr(shown)))
+    assert all(part for part in (compared.conclusion(), compared.body(), repr(shown)))
     frame = shown.to_frame()
     assert set(frame["config"]) == set(shown.run.labels())
     assert set(frame["policy_use_vnorm"].dropna()) == {True}
@@ -132,16 +132,16 @@ def test_a_trace_that_holds_a_press_is_not_measured_without_kvpress(monkeypatch:
     presses.library.cache_clear()
     assert registry.build(STORED.policy).in_cache is False, "a trace is read"
     with pytest.raises(ConfigError, match="kvpress is not installed"):
-        registry.resolved(EvictionConfig(24, parse("kvpress:SnapKVPress"), "given", 0, "kv"))
+        registry.normalise(EvictionConfig(24, parse("kvpress:SnapKVPress"), "given", 0, "kv"))
 
 
 def test_given_kept_sets_have_a_name_and_nothing_else() -> None:
     config = loss.external_configuration("mine", 128)
-    assert registry.resolved(config).label() == "given:mine:given b=128 kv"
+    assert registry.normalise(config).label() == "given:mine:given b=128 kv"
     with pytest.raises(ConfigError, match="it takes no options"):
-        registry.resolved(EvictionConfig(128, "given:mine(x=1)", "given", 0, "kv"))
+        registry.normalise(EvictionConfig(128, "given:mine(x=1)", "given", 0, "kv"))
     with pytest.raises(ConfigError, match="expected selection given, got two-stage"):
-        registry.resolved(EvictionConfig(128, "given:mine"))
+        registry.normalise(EvictionConfig(128, "given:mine"))
     with pytest.raises(ConfigError, match="the window must hold at least 1 query, got 0"):
         EvictionConfig(128, window=0)
     with pytest.raises(ConfigError, match="policy 'snapkv' does not combine with selection 'given'"):

@@ -269,7 +269,7 @@ def test_a_score_that_holds_value_norms_is_told_where_they_are_multiplied_in_aga
         *pk.grid(64, policy=("caote", "snapkv", "adakv(obcache-value)"), selection=("attention", "two-stage")),
         *pk.grid(64, policy="dropkv", selection="two-stage-uniform"),
     ]
-    assert compatibility.counted_twice(map(resolve, asked)) == ["caote", "obcache-value"]
+    assert compatibility.scores_with_norms_counted_twice(map(resolve, asked)) == ["caote", "obcache-value"]
 
 
 def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:

@@ -205,7 +205,7 @@ def test_both_parts_of_obcache_are_never_below_zero() -> None:
 def test_distances_are_exact_for_the_heaviest_entry() -> None:
     seen = heavy(20.0, where=2)
     left = seen.left_out
-    assert (left.place == 2).all()
+    assert (left.index == 2).all()
     direct = (seen.values[0, 2] - seen.outputs).square().sum(dim=-1)
     assert (seen.distances[..., 2] / direct).sub(1).abs().max() < 1e-5, "o carries the rounding of v"
     np.testing.assert_allclose(seen.distances[..., 2], left.mass.square() * left.squared_distance, rtol=1e-15)

@@ -121,6 +121,6 @@ def test_a_family_and_a_command_run(copy: Path, data: Path, tmp_path: Path) -> N
     shared = ["--model", model_folder(tmp_path / "tiny", "seed_oss"), "--dataset", data, "--window", 4, "--budget", 24]
     perturbkv(copy, "kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["analyses"]["kept-attention"]
-    assert len(told["retained_mass"]) == 2
-    assert all(0 < mass <= 1 for row in told["retained_mass"] for mass in row)
+    assert len(told["configs"]) == 2
+    assert all(0 < mass <= 1 for config in told["configs"] for mass in [*config["by_layer"], config["mean"]])
     assert (tmp_path / "run" / "kept-attention.png").exists()

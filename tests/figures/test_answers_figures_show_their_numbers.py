@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.judge import judged, preferred
+from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.answers_file import WrittenAnswers
@@ -67,7 +67,7 @@ def test_scores_and_outcomes_are_drawn_as_they_are(width: int, configs: tuple[Ev
         Judgement(f"s{place}", label, "", score=float(place + (label is None)))
         for place in range(6) for label in (None, *labels)
     ]  # fmt: skip
-    result = judged(given, Judge(("j",)), scores)
+    result = judge_scores(given, Judge(("j",)), scores)
     figure = result.plot(width)
     assert artist(figure, 0, "full").get_xdata()[0] == 3.5
     assert "line: full cache, 3.50" in words(figure)
@@ -76,7 +76,7 @@ def test_scores_and_outcomes_are_drawn_as_they_are(width: int, configs: tuple[Ev
         Judgement(f"s{place}", label, "", outcome=("win", "tie", "loss")[place % 3], full_is="a")
         for place in range(6) for label in labels
     ]  # fmt: skip
-    pairs = preferred(given, Judge(("j",), pairwise=True), outcomes).plot(width)
+    pairs = judge_preferences(given, Judge(("j",), pairwise=True), outcomes).plot(width)
     for outcome in ("win", "tie", "loss"):
         found = [bar for bar in pairs.axes[0].patches if bar.get_gid() == outcome]
         assert [bar.get_width() for bar in found] == [pytest.approx(1 / 3)] * len(configs)

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.judge import judged, preferred
+from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 from perturbkv.storage.judgements import Judge, Judgement
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.figures.test_figures_show_their_numbers import DRAWN
@@ -28,12 +28,12 @@ def stamped(result: Any, width: int) -> Figure:
 
 def scores() -> Any:
     said = [Judgement(name, label, "", score=5.0) for name in NAMES for label in (None, *LABELS)]
-    return judged(written(*ROWS), Judge(("j",)), said)
+    return judge_scores(written(*ROWS), Judge(("j",)), said)
 
 
 def pairs() -> Any:
     said = [Judgement(name, label, "", outcome="win", full_is="a") for name in NAMES for label in LABELS]
-    return preferred(written(*ROWS), Judge(("j",), pairwise=True), said)
+    return judge_preferences(written(*ROWS), Judge(("j",), pairwise=True), said)
 
 
 RESULTS: dict[str, Callable[[], Any]] = {

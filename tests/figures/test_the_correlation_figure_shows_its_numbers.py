@@ -81,7 +81,7 @@ def setting_of(result: Correlation, gid: str) -> Any:
 def test_behind_each_point_stands_what_the_names_alone_show(result: Correlation, width: float) -> None:
     for axes, field in zip(drawn(result, width).axes[:2], ("rho", "auc"), strict=True):
         grey = [tuple(line.get_xdata()) for line in axes.get_lines() if line.get_color() == "0.82"]
-        shown = [getattr(one.named(name), field).exchanged for one in result.settings for name in NAMES]
+        shown = [getattr(one.identity_baselines(name), field).exchanged for one in result.settings for name in NAMES]
         np.testing.assert_allclose(sorted(grey), sorted((one.low, one.high) for one in shown))
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.questions.patching.patching import Patching, conclude
+from perturbkv.analyses.questions.patching.patching import Patching, patching_result
 from perturbkv.analyses.stats import coalition as shapley
-from perturbkv.analyses.stats.coalition import Path
+from perturbkv.analyses.stats.coalition import GreedyPath
 from perturbkv.configs.patching import Coalition, PatchingConfig
 from tests.analyses.test_patching_by_hand import game_of, store_of
 from tests.support.artists import artist, artists, overlapping, render, words
@@ -29,9 +29,9 @@ def made(**asked: object) -> Patching:
     game = game_of(question, LAYERS)
     store = store_of(value, game, samples=SAMPLES)
     halves = (np.arange(3), np.arange(3, 6))
-    paths = [Path(*halves, [0, 2, 1]), Path(*halves[::-1], [3, 0, 1])]
-    orders = None if question.permutations is None else shapley.orders(LAYERS, question.permutations, 0)
-    return conclude(store, game, question, orders, [] if question.greedy == 0 else paths)
+    paths = [GreedyPath(*halves, [0, 2, 1]), GreedyPath(*halves[::-1], [3, 0, 1])]
+    orders = None if question.permutations is None else shapley.draw_orders(LAYERS, question.permutations, 0)
+    return patching_result(store, game, question, orders, [] if question.greedy == 0 else paths)
 
 
 def legend(figure: Figure) -> list[str]:

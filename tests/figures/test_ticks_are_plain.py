@@ -56,5 +56,5 @@ def test_what_holds_least_comes_first_and_nothing_moves_where_it_is_not_told() -
 @pytest.mark.parametrize("width", [84, 174])
 def test_no_line_of_the_foot_leaves_the_figure(width: int) -> None:
     words = " ".join(["share: mean of samples; tied: within two noise floors, or the same entries kept"] * 3)
-    for line in style._wrapped(f"a · {words} · b", width / 25.4):
+    for line in style._wrap(f"a · {words} · b", width / 25.4):
         assert len(line) <= width  # a character of the foot is a millimetre wide, or less

@@ -215,7 +215,7 @@ def test_a_label_that_is_parsed_is_found(
     def parsed(configs: Sequence[EvictionConfig], *without: str) -> list[dict[int, str]]:
         return [dict(enumerate(config.label().split())) for config in configs]
 
-    monkeypatch.setattr(pairing, "apart", parsed)
+    monkeypatch.setattr(pairing, "distinct_choices", parsed)
     usual = hidden(told("assumption", tmp_path / "usual"))
     opaque()
     assert told("assumption", tmp_path / "opaque") != usual

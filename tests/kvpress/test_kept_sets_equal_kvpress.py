@@ -90,7 +90,7 @@ def we_keep(adapter: Adapter, configs: Sequence[EvictionConfig], ids: Sequence[i
     found: list[list[Tensor]] = [[] for _ in configs]
     for layer in range(len(adapter.layers)):
         for group in ranking_groups(configs, read.scores(layer), len(ids)):
-            for place, kept in zip(group.places, group.kept_sets().kept, strict=True):
+            for place, kept in zip(group.config_indices, group.kept_sets().kept, strict=True):
                 found[place].append(kept)
     return found
 

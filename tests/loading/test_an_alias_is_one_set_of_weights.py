@@ -107,7 +107,7 @@ def test_both_have_the_shapes_that_random_weights_are_drawn_in(name: str) -> Non
 def test_a_gguf_file_says_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERTURBKV_CACHE", str(tmp_path / "cache"))
     files = open_model(str(gguf_file(tmp_path / "tiny.gguf")))
-    assert files.stored == stored_weights.Stored("Q4_1", "Q4_1 matrices, Q8_0 embeddings, F32 norms", True)
+    assert files.stored == stored_weights.WeightStorage("Q4_1", "Q4_1 matrices, Q8_0 embeddings, F32 norms", True)
     assert files.stored.as_run("bfloat16") == "Q4_1 → bfloat16"
 
 
@@ -153,7 +153,7 @@ def test_a_quantised_model_says_how(about: dict[str, Any], kind: str) -> None:
 def test_the_hubs_configuration_is_believed() -> None:
     assert stored_weights.safetensors_storage(
         None, AutoConfig.for_model("llama", dtype="bfloat16")
-    ) == stored_weights.Stored("bfloat16")
+    ) == stored_weights.WeightStorage("bfloat16")
 
 
 def test_a_trace_and_its_figures_say_the_storage_type_of_quantised_weights(

@@ -26,7 +26,7 @@ RECORDERS = (
     "machine", "names",
 )  # fmt: skip
 """Modules of this folder, behind the hyphen a part of one; the longest first. Figures are among the commands' pins."""
-BEFORE = "58b769b"
+BEFORE = "2fe6eaf"
 LINKED = ("analyses", "figures", "cli")
 """Folders that an earlier commit gives their places in the package when it is installed."""
 SHARED = ("__init__.py", "__main__.py", "calls.py", "comparing.py")

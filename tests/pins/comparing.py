@@ -7,8 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-RENAMED: dict[str, str] = {}
-"""What was renamed on purpose: old name -> new name, of a part of a pin's name, such as a JSON key or a command."""
+COMMANDS = {
+    "methods": "ablation-methods",
+    "restriction": "ablation-restrictions",
+    "cliff": "budget-cliff",
+    "savings": "budget-savings",
+    "bytes": "budget-bytes",
+    "link": "correlation",
+    "divergence": "quality-divergence",
+    "judge": "quality-judge",
+    "swap": "patching",
+}
+"""What commands were called before -> in documents and in the names of their files."""
+RENAMED: dict[str, dict[str, str]] = {
+    "cliff": {"contests": "ratios", "told": "known"},
+    "link": {"stands": "significant"},
+    "correlation": {"stands": "significant"},
+    "stability": {"suffering": "perturbation", "place": "number"},
+    "horizon": {"leads": "advantages"},
+    "budget/asked": {"selection": "compare"},
+}
+"""What was renamed on purpose: command, or command/next part -> old name -> new name, of a key or a column."""
 GONE: dict[str, set[str]] = {"names": {"twin"}}
 """What went on purpose: recorder -> words of its pins that only the earlier commit has."""
 NEW: dict[str, set[str]] = {"names": {"shapes"}}
@@ -17,21 +36,32 @@ _SHOWN, _LONGEST = 20, 60
 _MISSING = "nothing"
 
 
-def renamed(recorded: Mapping[str, Any], mapping: Mapping[str, str] = RENAMED) -> dict[str, Any]:
+def renamed(recorded: Mapping[str, Any], mapping: Mapping[str, Mapping[str, str]] = RENAMED) -> dict[str, Any]:
     """Give what an earlier version recorded its present names, also where a value is such a name."""
-    return {
-        "/".join(mapping.get(part, part) for part in name.split("/")): _renamed(name, value, mapping)
-        for name, value in recorded.items()
-    }
+    return dict(_renamed(name, value, mapping) for name, value in recorded.items())
 
 
-def _renamed(name: str, value: Any, mapping: Mapping[str, str]) -> Any:
-    """Give a value its present name; of a list of keys each, in an order that does not depend on the version."""
+def _renamed(name: str, value: Any, mapping: Mapping[str, Mapping[str, str]]) -> tuple[str, Any]:
+    """Give a pin and its value their present names; of a list of keys each, in an order that no version decides."""
+    parts = name.split("/")
+    command = parts[0].partition("-")[0]
+    keys = {**mapping.get(command, {}), **mapping.get("/".join([command, *parts[1:2]]), {})}
+    if "figure" in parts:
+        keys = {}
+    name = "/".join(keys.get(part, _file(part)) for part in parts)
     if not isinstance(value, str):
-        return value
+        return name, value
     if name.endswith("/keys"):
-        return " ".join(sorted(mapping.get(key, key) for key in value.split()))
-    return mapping.get(value, value)
+        return name, " ".join(sorted(keys.get(key, key) for key in value.split()))
+    if name.endswith("/analysis"):
+        return name, COMMANDS.get(value, value)
+    return name, "/".join(_file(keys.get(part, part)) for part in value.split("/"))
+
+
+def _file(name: str) -> str:
+    """Return the present name of a command's file."""
+    stem, dot, end = name.partition(".")
+    return f"{COMMANDS.get(stem, stem)}{dot}{end}" if dot else name
 
 
 def without(recorded: Mapping[str, Any], words: set[str]) -> dict[str, Any]:

@@ -116,13 +116,15 @@ def _of_axes(axes: Axes) -> dict[str, Any]:
         kind = next((one for one in _DIGESTED if isinstance(artist, one)), None)
         if kind is not None:
             place = counts[kind.__name__] = counts.get(kind.__name__, -1) + 1
-            shown = [artist.get_visible(), artist.get_alpha(), artist.get_zorder(), artist.get_gid()]
+            shown = [artist.get_visible(), artist.get_alpha(), artist.get_zorder()]
             found[f"{kind.__name__} {place}"] = digest(*_DIGESTED[kind](artist), repr(shown))
+            if called := [str(one) for one in (artist.get_gid(), artist.get_label()) if one]:
+                found[f"{kind.__name__} {place} called"] = called
     return found
 
 
 def _line(one: Line2D) -> list[Any]:
-    style = [one.get_color(), one.get_linestyle(), one.get_linewidth(), one.get_marker(), one.get_label()]
+    style = [one.get_color(), one.get_linestyle(), one.get_linewidth(), one.get_marker()]
     return [np.asarray(one.get_xdata(orig=False)), np.asarray(one.get_ydata(orig=False)), repr(style)]
 
 
@@ -130,13 +132,13 @@ def _collection(one: Collection) -> list[Any]:
     shapes = [part for path in one.get_paths() for part in (path.vertices, path.codes)]
     colours = [one.get_facecolor(), one.get_edgecolor(), one.get_linewidth(), one.get_sizes()] if hasattr(
         one, "get_sizes") else [one.get_facecolor(), one.get_edgecolor(), one.get_linewidth()]  # fmt: skip
-    return [np.asarray(one.get_offsets()), one.get_array(), *shapes, *colours, repr(one.get_label())]
+    return [np.asarray(one.get_offsets()), one.get_array(), *shapes, *colours]
 
 
 def _patch(one: Patch) -> list[Any]:
     path = one.get_path()
     moved = one.get_patch_transform().transform(path.vertices)
-    return [moved, path.codes, one.get_facecolor(), one.get_edgecolor(), repr([one.get_hatch(), one.get_label()])]
+    return [moved, path.codes, one.get_facecolor(), one.get_edgecolor(), repr(one.get_hatch())]
 
 
 def _image(one: AxesImage) -> list[Any]:

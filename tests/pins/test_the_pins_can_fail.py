@@ -26,11 +26,15 @@ def test_no_more_than_twenty_are_shown() -> None:
 
 
 def test_what_is_renamed_on_purpose_is_no_difference() -> None:
-    mapping = {"heads": "compare-heads", "ratio": "sum_ratio"}
-    after = {"needle/compare-heads/code": 0, "needle/compare-heads/sum_ratio": 0.1,
-             "needle/compare-heads/name": "compare-heads", "same": None}  # fmt: skip
-    assert differences(renamed(BEFORE, mapping), after) == []
-    assert differences(BEFORE, after)
+    before = {"link/analysis": "link", "link/figures/0": "out/link.svg", "link/a/keys": "b stands", "link/a/stands": 1}
+    after = {
+        "link/analysis": "correlation",
+        "link/figures/0": "out/correlation.svg",
+        "link/a/keys": "b significant",
+        "link/a/significant": 1,
+    }
+    assert differences(renamed(before), after) == []
+    assert len(differences(before, after)) == 5
 
 
 def test_what_went_and_came_on_purpose_is_no_difference_of_its_recorder_alone() -> None:

@@ -67,11 +67,11 @@ def cached(found: owned.OwnPrefill) -> list[torch.Tensor]:
 
 def test_masks_that_hide_nothing_leave_the_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = exact_adapter("llama", *HEADS["GQA"])
-    monkeypatch.setattr(owned, "of_budget", lambda config, given, n: chosen_lines.everything(config, given))
+    monkeypatch.setattr(owned, "lines_for_budget", lambda config, given, n: chosen_lines.all_lines(config, given))
     found, full = read(lined()), prefill(adapter, IDS, [lined()], Resources(), "s")
     assert found.share == 1.0 and len(found.rows) == 2
     for layer, own in enumerate(cached(found)):
-        held = adapter.held(full.cache, layer)
+        held = adapter.cache_layer(full.cache, layer)
         torch.testing.assert_close(own, torch.cat([held.keys[0], held.values[0]]), rtol=1e-12, atol=1e-13)
 
 
@@ -79,8 +79,10 @@ def test_masks_that_hide_nothing_leave_the_full_cache(monkeypatch: pytest.Monkey
 def test_chunks_of_queries_are_the_whole(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lined("two-stage", granularity=granularity)
     whole, sizes = read(config), []
-    seen = Lines.seen
-    monkeypatch.setattr(Lines, "seen", lambda own, positions: (sizes.append(len(positions)), seen(own, positions))[1])
+    seen = Lines.attention_mask
+    monkeypatch.setattr(
+        Lines, "attention_mask", lambda own, positions: (sizes.append(len(positions)), seen(own, positions))[1]
+    )
     parts = read(config, chunk_bytes=16 * 4 * 44 * 7)
     assert sizes == [7, 7, 7, 7, 7, 7, 2] * 2 and parts.share == pytest.approx(whole.share)
     for one, other in zip(cached(whole), cached(parts), strict=True):
@@ -109,23 +111,23 @@ def test_what_is_left_is_what_the_naive_decoder_leaves() -> None:
     assert off(lined("two-stage(alpha=0)")) < 1e-9
 
 
-_seen, _choose, _diagonals = Lines.seen, chosen_lines.choose, chosen_lines.diagonals
+_seen, _choose, _diagonals = Lines.attention_mask, chosen_lines.choose_lines, chosen_lines.diagonal_sums
 
 
 def later_too(own: Lines, positions: torch.Tensor) -> torch.Tensor:
     return _seen(Lines(own.vertical, own.slash.roll(1, dims=-1)), positions)
 
 
-def full_queries(config: EvictionConfig, given: chosen_lines.LastQueries) -> chosen_lines.Chosen:
+def full_queries(config: EvictionConfig, given: chosen_lines.LastQueries) -> chosen_lines.ChosenLines:
     return _choose(config, replace(given, norms=torch.ones_like(given.norms)))
 
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [
-        (Lines, "seen", later_too),
-        (chosen_lines, "diagonals", lambda weights: _diagonals(weights).roll(1, dims=-1)),
-        (chosen_lines, "_columns", lambda weights: weights[:, -1]),
+        (Lines, "attention_mask", later_too),
+        (chosen_lines, "diagonal_sums", lambda weights: _diagonals(weights).roll(1, dims=-1)),
+        (chosen_lines, "_column_sums", lambda weights: weights[:, -1]),
     ],
 )
 def test_a_wrong_line_is_found(where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_a_wrong_line_is_found(where: Any, name: str, wrong: Any, monkeypatch: p
 
 
 def test_norms_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.selection.sparse_lines.choose", full_queries)
+    monkeypatch.setattr("perturbkv.selection.sparse_lines.choose_lines", full_queries)
     assert off(lined("two-stage(alpha=0)")) > 1e-3
 
 

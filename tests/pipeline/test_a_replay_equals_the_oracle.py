@@ -20,7 +20,7 @@ from perturbkv.pipeline.sample import prefill as reading
 from perturbkv.pipeline.sample.replay import passes
 from perturbkv.schema import VARIABLES
 from perturbkv.scoring import replay_view
-from perturbkv.scoring.compute import replayed
+from perturbkv.scoring.compute import compute_replay
 from perturbkv.scoring.replay_view import Replay
 from perturbkv.scoring.scores.kvzip import KVzip
 from perturbkv.selection.grid import configuration
@@ -198,11 +198,11 @@ def test_a_score_of_somebody_else_that_replays_is_checked() -> None:
     class Wrong(KVzip):
         __module__ = "somebody"
 
-        def replayed(self, seen: Any) -> Any:
+        def score_replay(self, seen: Any) -> Any:
             return seen.queries
 
     seen = replay_view.ReplayView(
         torch.zeros(4, 3, 8), torch.zeros(2, 5, 8), torch.zeros(2, 5, 8), None, torch.zeros(9, 32), 1.0, 0, 2, 7, "s"
     )
     with pytest.raises(PluginError, match=r"score 'kvzip' gives the shape \(4, 3, 8\).*\(layer 7, sample 's'\)"):
-        replayed(Wrong(), seen)
+        compute_replay(Wrong(), seen)

@@ -42,7 +42,7 @@ CONFIGS = tuple(
 
 
 def run(configs: tuple[EvictionConfig, ...] = CONFIGS, **fields: Any) -> ResolvedRun:
-    return ResolvedRun.of(RunConfig("m", "d", configs, **fields))
+    return ResolvedRun.from_run(RunConfig("m", "d", configs, **fields))
 
 
 @pytest.mark.parametrize("kernel", [None, varlen], ids=["padded", "packed"])
@@ -104,10 +104,11 @@ def test_caches_that_are_read_again_or_hold_what_the_full_one_does_not_are_held(
     streaming = configuration(18, policy="streaming-llm", selection="position", window=6)
     inside = replace(streaming, policy=parse("streaming-llm(positions=in-cache)"))
     few = replace(CONFIGS[0], precision=parse("quantise(bits=2)"))
-    assert passing(ResolvedRun.of(run()))
-    assert passing(ResolvedRun.of(run((streaming,), scenario="context-only")))
+    assert passing(ResolvedRun.from_run(run()))
+    assert passing(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
     assert not any(
-        passing(ResolvedRun.of(each)) for each in (run(steps=2), run(generate=3), run((*CONFIGS, inside)), run((few,)))
+        passing(ResolvedRun.from_run(each))
+        for each in (run(steps=2), run(generate=3), run((*CONFIGS, inside)), run((few,)))
     )
 
 

@@ -38,7 +38,7 @@ def test_a_heads_sets_perturb_as_its_trace_says(family: str, scenario: str) -> N
     run = RunConfig("m", "d", CONFIGS, scenario=scenario)
     measured = trace_sample(adapter, PROMPT, run).arrays["perturbation_isolated"][:, 0]
     parts = PROMPT.parts(scenario)
-    sample = SampleRun.read(adapter, PROMPT, ResolvedRun.of(run), Resources(), rows=1)
+    sample = SampleRun.read(adapter, PROMPT, ResolvedRun.from_run(run), Resources(), rows=1)
     views = list(head_views(sample, every_head(adapter)))
     assert [(view.layer, view.head) for view in views] == every_head(adapter)
     for view in views:

@@ -17,7 +17,7 @@ from perturbkv.pipeline.variants import sparse_prefill as pipeline_lined
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.resolved_config import resolve
-from perturbkv.selection.sparse_lines import LinedGroup, measured
+from perturbkv.selection.sparse_lines import SparsePrefillGroup, measured_positions
 from perturbkv.trace import SampleTrace
 from tests.oracle import selection, theory
 from tests.oracle.sample import QUESTION, Reference
@@ -114,7 +114,10 @@ def at(reference: Reference, config: EvictionConfig, layer: int, head: int, posi
 
 def mean_at(reference: Reference, config: EvictionConfig, layer: int, head: int) -> dict[str, float]:
     """The means over the queries that are measured."""
-    each = [at(reference, config, layer, head, position) for position in measured(resolve(config), reference.n, "s")]
+    each = [
+        at(reference, config, layer, head, position)
+        for position in measured_positions(resolve(config), reference.n, "s")
+    ]
     return {name: float(np.mean([one[name] for one in each])) for name in each[0]}
 
 
@@ -127,21 +130,22 @@ def test_isolated_quantities_are_means_over_the_prompts_queries(case: Case) -> N
                 assert found == pytest.approx(expected, rel=RELATIVE, abs=1e-12), (name, place, layer, head)
 
 
-def before_them(group: LinedGroup, positions: torch.Tensor) -> KeptSets:
+def before_them(group: SparsePrefillGroup, positions: torch.Tensor) -> KeptSets:
     return _seen(group, positions - 1)
 
 
-def first_alone(layer: FullLayer, group: LinedGroup, *more: Any) -> dict[str, torch.Tensor]:
-    alone, known = replace(group, measured=group.measured[:1]), layer.statistics.queries
-    known[alone.measured] = [queries[:, :1] for queries in known[group.measured]]
+def first_alone(layer: FullLayer, group: SparsePrefillGroup, *more: Any) -> dict[str, torch.Tensor]:
+    alone, known = replace(group, measured_positions=group.measured_positions[:1]), layer.statistics.queries
+    known[alone.measured_positions] = [queries[:, :1] for queries in known[group.measured_positions]]
     return _isolated(layer, alone, *more)
 
 
-_seen, _isolated = LinedGroup.seen, pipeline_lined.isolated_by_lines
+_seen, _isolated = SparsePrefillGroup.attention_masks, pipeline_lined.isolated_by_lines
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "wrong"), [(LinedGroup, "seen", before_them), (pipeline_lined, "isolated_by_lines", first_alone)]
+    ("where", "name", "wrong"),
+    [(SparsePrefillGroup, "attention_masks", before_them), (pipeline_lined, "isolated_by_lines", first_alone)],
 )
 def test_wrong_isolated_quantities_are_found(
     where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch

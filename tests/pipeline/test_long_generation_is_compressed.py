@@ -265,4 +265,4 @@ def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
         compatibility.check_compressible(config("adakv(by=tova)"))
     for name in ("hindsight", "hindsight-attention"):
         with pytest.raises(ConfigError, match=f"'{name}' looks at the next query"):
-            compatibility.check_generating(config("snapkv", selection=name))
+            compatibility.check_generation(config("snapkv", selection=name))

@@ -21,7 +21,7 @@ from perturbkv.pipeline.run import searching
 from perturbkv.selection import page_selection
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
-from perturbkv.selection.page_selection import PagedLayer, Reader, ReadGroup, read_groups
+from perturbkv.selection.page_selection import PagedLayer, PageGroup, PageReader, page_groups
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 from tests.oracle.sample import QUESTION, Reference
 from tests.support.models import HEADS, exact_adapter, token_ids
@@ -53,14 +53,14 @@ class World:
 
     def paged(self, size: int) -> PagedLayer:
         statistics = LayerStatistics(torch.zeros_like(self.norms), self.norms, KV, 0, 1, "s")
-        return PagedLayer.of(statistics, self.keys, SCALE, size)
+        return PagedLayer.from_keys(statistics, self.keys, SCALE, size)
 
     def logits(self) -> Tensor:
         return theory.decode_logits(self.query, self.keys, SCALE)
 
     def read(self, chosen: ResolvedConfig) -> Tensor:
         """(head, key) of its query."""
-        return Reader(chosen, self.paged(chosen.block), N)(self.query.unsqueeze(1))[:, 0]
+        return PageReader(chosen, self.paged(chosen.block), N)(self.query.unsqueeze(1))[:, 0]
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 36, 40])
@@ -102,7 +102,7 @@ def everything() -> CompactLayer:
     """Rows that hold everything: one that reads it, one that chooses to, and one that reads some."""
     world = World(1)
     whole = borrow(world.keys, world.values)
-    readers = (lambda query: torch.ones(*query.shape[:2], N, dtype=torch.bool), Reader(config(), world.paged(4), N))
+    readers = (lambda query: torch.ones(*query.shape[:2], N, dtype=torch.bool), PageReader(config(), world.paged(4), N))
     layer = CompactLayer([whole, *(replace(whole, reader=one) for one in readers)], HEAD, N)
     layer.attached = True
     layer.update(*(torch.ones(3, KV, 1, D, dtype=torch.float64) for _ in range(2)))
@@ -125,7 +125,7 @@ def test_each_query_of_a_pass_chooses_for_itself(everything: CompactLayer) -> No
     keys, values = torch.cat([world.keys, decoded_too], dim=1), torch.cat([world.values, decoded_too], dim=1)
     attention = theory.decode_attention(world.query, keys, SCALE)
     both = torch.stack([world.query, -world.query], dim=1)
-    one = Reader(config(), world.paged(4), N)
+    one = PageReader(config(), world.paged(4), N)
     together = one(both)
     assert torch.equal(together[:, 0], one(both[:, :1])[:, 0]) and torch.equal(together[:, 1], one(both[:, 1:])[:, 0])
     assert not torch.equal(together[:, 0], together[:, 1])
@@ -194,8 +194,8 @@ def unscaled(layer: PagedLayer, query: Tensor) -> Tensor:
     return 5 * _bounds(layer, query)
 
 
-def first_step(configs: list[ResolvedConfig], layer: object, queries: list[Tensor], tokens: int) -> list[ReadGroup]:
-    return read_groups(configs, layer, [queries[0]] * len(queries), tokens)  # type: ignore[arg-type]
+def first_step(configs: list[ResolvedConfig], layer: object, queries: list[Tensor], tokens: int) -> list[PageGroup]:
+    return page_groups(configs, layer, [queries[0]] * len(queries), tokens)  # type: ignore[arg-type]
 
 
 _bounds = PagedLayer.bounds
@@ -212,8 +212,8 @@ def test_a_wrong_bound_is_found(wrong: object, page: int, monkeypatch: pytest.Mo
 
 
 def test_pages_of_the_first_step_for_all_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.pipeline.variants.page_reading.read_groups", first_step)
-    assert page_selection.read_groups is read_groups
+    monkeypatch.setattr("perturbkv.pipeline.variants.page_reading.page_groups", first_step)
+    assert page_selection.page_groups is page_groups
     assert off(config()) > 1e-3
 
 

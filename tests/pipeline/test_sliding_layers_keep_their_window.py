@@ -48,7 +48,7 @@ def compact(adapter: Adapter, positions: Sequence[Sequence[Positions | None]]) -
     """positions[measured layer][row][kept set]; None keeps everything."""
     cache, layers = read(adapter), []
     for place, rows in enumerate(positions):
-        keys, values = adapter.held(cache, place).keys[0], adapter.held(cache, place).values[0]
+        keys, values = adapter.cache_layer(cache, place).keys[0], adapter.cache_layer(cache, place).values[0]
         entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
         layers.append(CompactLayer(entries, adapter.heads, N))
     return CompactCache(beside(adapter, layers, windows(adapter, cache)))

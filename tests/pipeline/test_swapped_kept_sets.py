@@ -49,8 +49,8 @@ class Case:
         self.adapter, self.scenario = adapter_of(), scenario
         configs = sides(granularity, policy)
         run = RunConfig("m", "d", configs, samples=1, steps=STEPS, scenario=scenario)
-        self.trace = Trace.from_samples(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
-        self.sample = SwapSample(self.adapter, PROMPTS[0], ResolvedRun.of(run), Resources(), ROWS)
+        self.trace = Trace.of(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
+        self.sample = SwapSample(self.adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
         self.ends = [Mixture.of_layers(LAYERS, self.sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
 
     def masks(self, mixture: Mixture) -> list[np.ndarray]:
@@ -104,7 +104,7 @@ def test_sides_that_store_or_place_their_entries_otherwise_are_the_traces_too(
     adapter = exact_adapter("llama", 4, 2, layers=LAYERS, d_head=32)
     run = RunConfig("m", "d", configs, samples=1)
     arrays = trace_sample(adapter, PROMPTS[0], run).arrays
-    sample = SwapSample(adapter, PROMPTS[0], ResolvedRun.of(run), Resources(), ROWS)
+    sample = SwapSample(adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
     ends = [Mixture.of_layers(LAYERS, sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
     rows = sample.measure(ends).rows
     for side, row in enumerate(rows):

@@ -17,7 +17,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.dataset_registry import DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.metrics import exact_number
-from perturbkv.datasets.needle import distracted, sentences
+from perturbkv.datasets.needle import add_distraction, sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.models.sources import embedded_gguf
@@ -104,7 +104,7 @@ def test_it_generates_what_transformers_generates_where_nothing_is_evicted(
 def test_heads_that_look_at_the_answer_are_few(adapter: Adapter) -> None:
     samples = load("needle", DatasetOptions(2, lengths=(500,), depths=(0.4,)), adapter.tokenizer).samples
     asked = []
-    for sample, sentence in (distracted(sample, seed=1) for sample in samples):
+    for sample, sentence in (add_distraction(sample, seed=1) for sample in samples):
         asked.append(Evidence(encode(sample, adapter.tokenizer, chat_template=True, max_tokens=None), sentence))
     measured = head_scores(adapter, asked)
     scores = measured.scores

@@ -23,11 +23,11 @@ def every(configs: Iterable[EvictionConfig]) -> tuple[ResolvedConfig, ...]:
 
 
 def trace_sample(adapter: Any, prompt: Any, run: RunConfig, *more: Any, **named: Any) -> Any:
-    return one_sample.trace_sample(adapter, prompt, ResolvedRun.of(run), *more, **named)
+    return one_sample.trace_sample(adapter, prompt, ResolvedRun.from_run(run), *more, **named)
 
 
 def resolved_run(configs: Iterable[EvictionConfig], **fields: Any) -> ResolvedRun:
-    return ResolvedRun.of(RunConfig("m", "d", tuple(configs), **fields))
+    return ResolvedRun.from_run(RunConfig("m", "d", tuple(configs), **fields))
 
 
 def answer(
@@ -66,4 +66,4 @@ def ranking_groups(configs: Iterable[EvictionConfig], *more: Any) -> Any:
 
 
 def trace(adapter: Any, prompts: Any, run: RunConfig, *more: Any, **named: Any) -> Any:
-    return one_sample.trace(adapter, prompts, ResolvedRun.of(run), *more, **named)
+    return one_sample.trace(adapter, prompts, ResolvedRun.from_run(run), *more, **named)

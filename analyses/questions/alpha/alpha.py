@@ -1,4 +1,4 @@
-"""Gain of a share of stage 1 that each layer, or each head, has of its own (paper, figure 7, and left open)."""
+"""The gain of choosing stage 1's share α per layer or per head (paper, figure 7, and left open)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.pairing import common
 from perturbkv.analyses.questions.alpha.alpha_choice import (
     PAPER,
@@ -19,22 +19,22 @@ from perturbkv.analyses.questions.alpha.alpha_choice import (
     Fold,
     Sweep,
     choose,
-    documented,
+    shares_for_json,
     sweep,
     tables,
-    unstable,
+    unstable_share,
 )
 from perturbkv.analyses.questions.alpha.alpha_choice import folds as split_folds
 from perturbkv.analyses.questions.alpha.alpha_rows import (
     NAMES,
     OTHERS,
     SAME,
-    Measured,
+    FoldOutcomes,
     Point,
     Row,
     curve,
-    measured,
     rows,
+    summarise_folds,
 )
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import comparison, percent, sample_note, sentence
@@ -56,7 +56,7 @@ class Alpha(Result):
         identity: of the run.
         sweep: the loss of every head at each α.
         chosen: on all samples: (layer, head) index of an α of the sweep, by `global`, `layer`, `head`.
-        shares: the same as files hold it.
+        shares: the same choices as tables, which files hold.
     """
 
     SECTION = "question alpha"
@@ -74,7 +74,9 @@ class Alpha(Result):
         key="differ_between_folds",
     )
     folds: tuple[Fold, ...] = column("sample i is judged in fold i mod K")
-    measured: Measured | None = column("outcomes where each fold is run with what the others chose; null: it was not")
+    measured: FoldOutcomes | None = column(
+        "outcomes where each fold is run with what the others chose; null: it was not"
+    )
 
     @derived()
     def configs(self) -> list[EvictionConfig]:
@@ -94,7 +96,7 @@ class Alpha(Result):
     @derived(key="chosen")
     def chosen_shares(self) -> dict[str, ChosenShares]:
         """Choices made on all samples, by global, layer and head."""
-        return documented(self.shares)
+        return shares_for_json(self.shares)
 
     @property
     def finest(self) -> str:
@@ -119,7 +121,7 @@ class Alpha(Result):
         return f"isolated L1 of all heads, {len(self.folds)} folds: {setting}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per way to set α, those judged on the very samples that they were chosen on last."""
+        """Return a line per way to set α; last those that are judged on the samples that they were chosen on."""
         judged, same = ([Line(row.name, (row,)) for row in self.rows if (row.chosen_on == SAME) == on] for on in (0, 1))
         return [*judged, Line("chosen on the same:", ()), *same]
 
@@ -135,7 +137,7 @@ class Alpha(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the curve over α, what comes out where folds were run, and how the numbers are to be read."""
+        """Return the curve over α, the outcomes where folds were run, and how to read the numbers."""
         alphas = sorted({float(self.sweep.alphas[fold.chosen[GLOBAL][0, 0]]) for fold in self.folds})
         points = [Line(f"{point.alpha:g}", (point,)) for point in self.curve]
         return [
@@ -152,10 +154,10 @@ class Alpha(Result):
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per α, layer and head: mean isolated L1 over samples; 1 where the head chose it on all."""
-        mean, finest = self.sweep.moved.mean(axis=0), self.chosen[self.finest]
+        mean, finest = self.sweep.loss.mean(axis=0), self.chosen[self.finest]
         return [
             {
-                **columns_of(config), "alpha": float(self.sweep.alphas[index]), "layer": layer, "head": head,
+                **config_columns(config), "alpha": float(self.sweep.alphas[index]), "layer": layer, "head": head,
                 "perturbation": float(mean[index, row, head]), "chosen": int(finest[row, head] == index),
             }
             for index, config in enumerate(self.sweep.configs)
@@ -180,7 +182,7 @@ class Alpha(Result):
         return [
             table("run with what was chosen on other samples", lines, names, self.FIRST),
             f"Drift and propagated sum are over those of α = {PAPER}. Composed and measured isolated L1 differ by at "
-            f"most {self.measured.off:.1e} of the head's largest.",
+            f"most {self.measured.composition_error:.1e} of the head's largest.",
         ]
 
 
@@ -218,6 +220,6 @@ def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()
         curve=curve(swept, whole),
         chosen=whole,
         shares=tables(swept, whole),
-        unstable={by: unstable(swept, parts, by) for by in whole},
-        measured=measured(swept, parts, traces) if traces else None,
+        unstable={by: unstable_share(swept, parts, by) for by in whole},
+        measured=summarise_folds(swept, parts, traces) if traces else None,
     )

@@ -5,7 +5,7 @@ One selection is measured at many α: isolated, a head's loss depends on its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, record
-from perturbkv.analyses.heads.head_comparison import with_floor
+from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements, sets_per_layer
-from perturbkv.analyses.pairing import order, pairs
+from perturbkv.analyses.pairing import budget_order, pairs
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
@@ -31,14 +31,14 @@ LEAST_SAMPLES = 4
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """A trace's selection at every α.
+    """The measurements of one selection at every α of a trace.
 
     Attributes:
-        baseline: `attention`, which knows no α.
+        baseline: `attention`, which has no α.
         configs: the selection at each α, ascending; one of them the paper's.
         samples: names of the complete samples.
-        moved: (sample, α, layer, head) isolated L1.
-        baseline_moved: (sample, layer, head) the baseline's.
+        loss: (sample, α, layer, head) isolated L1.
+        baseline_loss: (sample, layer, head) the baseline's.
         floor, norm: (sample, layer, head) noise floor of L1, and ‖o_h‖₁.
         group: query heads that share a kept set, so that they have one α.
         layers: the decoder layers that were measured.
@@ -48,8 +48,8 @@ class Sweep:
     baseline: EvictionConfig
     configs: tuple[EvictionConfig, ...]
     samples: tuple[str, ...]
-    moved: Floats
-    baseline_moved: Floats
+    loss: Floats
+    baseline_loss: Floats
     floor: Floats
     norm: Floats
     group: int
@@ -77,7 +77,7 @@ def sweep(trace: Trace) -> Sweep:
     run = measured.trace
     baseline, configs = _configs(run)
     indices = [measured.index(config) for config in configs]
-    moved, floor = with_floor(measured, "isolated", "l1")
+    loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     samples = tuple(name for name, whole in zip(run.sample_ids, run.ok, strict=True) if whole)
     if len(samples) < LEAST_SAMPLES:
         msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 complete ones, got {len(samples)}"
@@ -88,12 +88,12 @@ def sweep(trace: Trace) -> Sweep:
         baseline=baseline,
         configs=tuple(configs),
         samples=samples,
-        moved=moved[:, indices],
-        baseline_moved=moved[:, measured.index(baseline)],
+        loss=loss[:, indices],
+        baseline_loss=loss[:, measured.index(baseline)],
         floor=floor,
         norm=measured["output_norm"],
-        group=_group(run, configs[0], moved.shape[-1]),
-        layers=tuple(map(named.layer, range(moved.shape[2]))),
+        group=_heads_per_set(run, configs[0], loss.shape[-1]),
+        layers=tuple(map(named.layer, range(loss.shape[2]))),
         identity=named,
     )
 
@@ -108,7 +108,7 @@ def _configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
         )
         raise TraceError(msg)
     ((baseline, paper),) = chosen
-    same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=order)
+    same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=budget_order)
     if len(same) < 2:
         msg = f"{ANALYSIS} needs {SELECTION} at several alpha, got {same[0].label()} alone"
         raise TraceError(msg)
@@ -116,7 +116,7 @@ def _configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
 
 
 def _differs_in_alpha(config: EvictionConfig, paper: EvictionConfig) -> bool:
-    """Return whether a configuration is the paper's at any one α."""
+    """Return whether a configuration differs from the paper's in nothing but α, the same for all heads."""
     if config.selection.name != SELECTION or isinstance(config.alpha, AlphaTable):
         return False
     chosen = replace(config.selection, options={**config.selection.options, "alpha": paper.alpha})
@@ -133,7 +133,7 @@ def _check_budgets(kept: Floats, config: EvictionConfig) -> None:
         raise TraceError(msg)
 
 
-def _group(trace: Trace, config: EvictionConfig, heads: int) -> int:
+def _heads_per_set(trace: Trace, config: EvictionConfig, heads: int) -> int:
     """Return the number of query heads of each kept set."""
     if config.granularity.name == "query":
         return 1
@@ -142,16 +142,16 @@ def _group(trace: Trace, config: EvictionConfig, heads: int) -> int:
     return heads // sets_per_layer(trace, trace.config_index(config.label()))
 
 
-def by_set(moved: Floats, group: int) -> Floats:
+def set_sums(loss: Floats, group: int) -> Floats:
     """Return (…, set) sums over the heads that share a kept set, of (…, head)."""
-    return np.asarray(moved.reshape(*moved.shape[:-1], -1, group).sum(axis=-1))
+    return np.asarray(loss.reshape(*loss.shape[:-1], -1, group).sum(axis=-1))
 
 
 PAPER_ROLE = "paper"
 USUAL_FOLDS, _LEAVE_ONE_OUT_BELOW = 4, 8
 Indices = NDArray[np.intp]
 Chosen = Mapping[str, Indices]
-"""`global`, `layer` or `head` -> (layer, head) which α of the sweep each query head takes."""
+"""`global`, `layer` or `head` -> (layer, head) index of the α of the sweep that each query head takes."""
 
 
 @record
@@ -165,14 +165,14 @@ class ChosenShares(Record):
     layers: tuple[int, ...] = column("decoder layers of the rows")
 
 
-def documented(shares: Mapping[str, AlphaTable]) -> dict[str, ChosenShares]:
-    """Return the tables of a choice as JSON holds them."""
+def shares_for_json(shares: Mapping[str, AlphaTable]) -> dict[str, ChosenShares]:
+    """Return the tables of a choice as JSON has them."""
     return {by: ChosenShares(by, table.to_document()["alpha"], table.layers) for by, table in shares.items()}
 
 
 @record
 class Fold(Record):
-    """Samples that are judged together, by what was chosen on all others.
+    """Samples on which the choices of all other samples are judged.
 
     Attributes:
         number: from 1.
@@ -194,11 +194,11 @@ class Fold(Record):
     @derived(key="chosen")
     def chosen_shares(self) -> dict[str, ChosenShares]:
         """Choices made on the other samples, by global, layer and head."""
-        return documented(self.shares)
+        return shares_for_json(self.shares)
 
     @property
     def distinct(self) -> tuple[EvictionConfig, ...]:
-        """The configurations, each once: the choice for all heads may be the paper's α."""
+        """The configurations without duplicates: the choice for all heads may be the paper's α."""
         return tuple(dict.fromkeys(self.configs.values()))
 
     def is_in(self, trace: Trace) -> bool:
@@ -206,9 +206,9 @@ class Fold(Record):
         return set(trace.sample_ids) == set(self.samples) and {*self.distinct} <= {*trace.run.configs}
 
 
-def levels(sweep: Sweep) -> tuple[str, ...]:
-    """Return what may be chosen: one α for all, per layer, per head where a layer has several kept sets."""
-    alone = sweep.group == sweep.moved.shape[-1]
+def choice_levels(sweep: Sweep) -> tuple[str, ...]:
+    """Return the levels of choice: one α for all, per layer, and per head where a layer has several kept sets."""
+    alone = sweep.group == sweep.loss.shape[-1]
     return (GLOBAL, LAYER) if alone else (GLOBAL, LAYER, HEAD)
 
 
@@ -226,7 +226,7 @@ def folds(sweep: Sweep, count: int | None = None) -> tuple[Fold, ...]:
 
 
 def check_folds(count: int | None, samples: int) -> None:
-    """Raise ConfigError where so many samples cannot be chosen on and judged, or not in so many folds."""
+    """Raise ConfigError where there are too few samples to choose and judge, or for that many folds."""
     if samples < LEAST_SAMPLES:
         msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 of them, got {samples}"
         raise ConfigError(msg)
@@ -237,44 +237,44 @@ def check_folds(count: int | None, samples: int) -> None:
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
     """Return the choices of least Σ isolated L1 over the `trained` samples; ties go to the α nearest the paper's."""
-    loss = by_set(sweep.moved[trained].sum(axis=0), sweep.group)
+    loss = set_sums(sweep.loss[trained].sum(axis=0), sweep.group)
     summed = {GLOBAL: loss.sum(axis=(1, 2), keepdims=True), LAYER: loss.sum(axis=2, keepdims=True), HEAD: loss}
     near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - sweep.alphas[sweep.paper])))
-    shape = sweep.moved.shape[2:]
+    shape = sweep.loss.shape[2:]
     return {
-        by: np.broadcast_to(np.repeat(near[summed[by][near].argmin(axis=0)], _repeated(by, sweep), axis=1), shape)
-        for by in levels(sweep)
+        by: np.broadcast_to(
+            np.repeat(near[summed[by][near].argmin(axis=0)], _heads_per_choice(by, sweep), axis=1), shape
+        )
+        for by in choice_levels(sweep)
     }
 
 
-def _repeated(by: str, sweep: Sweep) -> int:
+def _heads_per_choice(by: str, sweep: Sweep) -> int:
     """Return the number of neighbouring heads that one choice of a row stands for."""
-    return sweep.group if by == HEAD else sweep.moved.shape[-1]
+    return sweep.group if by == HEAD else sweep.loss.shape[-1]
 
 
-def composed(sweep: Sweep, indices: Indices) -> Floats:
-    """Return (sample, layer, head) isolated L1 where each head has an α of its own: its set depends on that alone."""
-    return np.asarray(np.take_along_axis(sweep.moved, indices[None, None], axis=1)[:, 0])
+def compose(sweep: Sweep, indices: Indices) -> Floats:
+    """Return (sample, layer, head) isolated L1 of the α at `indices`: a head's set depends on its own α alone."""
+    return np.asarray(np.take_along_axis(sweep.loss, indices[None, None], axis=1)[:, 0])
 
 
-def judged(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> Floats:
+def judged_loss(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> Floats:
     """Return (sample, layer, head) isolated L1 of what was chosen on other samples."""
-    every = np.empty_like(sweep.baseline_moved)
+    every = np.empty_like(sweep.baseline_loss)
     for fold in folds:
-        every[fold.judged] = composed(sweep, fold.chosen[by])[fold.judged]
+        every[fold.judged] = compose(sweep, fold.chosen[by])[fold.judged]
     return every
 
 
 def tables(sweep: Sweep, chosen: Chosen, stem: str = "alpha") -> dict[str, AlphaTable]:
-    """Return the choices as files hold them."""
-    return dict(_tables(sweep, chosen, stem))
-
-
-def _tables(sweep: Sweep, chosen: Chosen, stem: str) -> Iterator[tuple[str, AlphaTable]]:
+    """Return the tables of a choice by its level, as files hold them."""
+    each = {}
     for by, indices in chosen.items():
         shares = sweep.alphas[indices]
         rows = {GLOBAL: shares[:1, :1], LAYER: shares[:, :1], HEAD: shares}[by]
-        yield by, AlphaTable(f"{stem}-{by}.json", by, tuple(map(tuple, rows.tolist())), sweep.layers)
+        each[by] = AlphaTable(f"{stem}-{by}.json", by, tuple(map(tuple, rows.tolist())), sweep.layers)
+    return each
 
 
 def _fold(sweep: Sweep, index: int, own: NDArray[np.bool_]) -> Fold:
@@ -302,7 +302,7 @@ def with_alpha(config: EvictionConfig, alpha: AlphaTable) -> EvictionConfig:
     return replace(config, selection=replace(selection, options={**selection.options, "alpha": alpha}, defaults=usual))
 
 
-def unstable(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> float:
-    """Return the share of layers, or of kept sets, whose choice is not the same in all folds."""
-    each = np.stack([fold.chosen[by] for fold in folds])[..., :: _repeated(by, sweep)]
+def unstable_share(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> float:
+    """Return the share of layers, or of kept sets, whose choice differs between folds."""
+    each = np.stack([fold.chosen[by] for fold in folds])[..., :: _heads_per_choice(by, sweep)]
     return float((each != each[:1]).any(axis=0).mean())

@@ -19,33 +19,33 @@ from perturbkv.analyses.questions.alpha.alpha_choice import (
     Chosen,
     Fold,
     Sweep,
-    composed,
-    judged,
+    compose,
+    judged_loss,
 )
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import Scalar
-from perturbkv.analyses.text import same
+from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.analyses.text import equal_in_every_sample
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 NAMES = {GLOBAL: "one for all heads", LAYER: "per layer", HEAD: "per head"}
 OTHERS, SAME = "others", "same"
-"""Chosen on other samples than those it is judged on, or on the same ones."""
+"""Whether α was chosen on other samples than those that it is judged on, or on the same ones."""
 
 
 _SHOWN = ("sum_ratio", "median_ratio", "better_share")
 """Numbers of a `HeadKind` that a row shows."""
 
 
-def ratio_text(value: float, interval: Scalar = None) -> str:
+def _format_ratio(value: float, interval: OptionalInterval = None) -> str:
     """Return a ratio with its interval; '1' where something is compared with itself."""
-    return "1" if same(value, interval) else text.decimal(value, interval)
+    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval)
 
 
-def fine_ratio_text(value: float, interval: Scalar = None) -> str:
-    """Return the same with three decimals."""
-    return "1" if same(value, interval) else text.decimal(value, interval, digits=3)
+def _format_fine_ratio(value: float, interval: OptionalInterval = None) -> str:
+    """Return a ratio with three decimals and its interval; '1' where something is compared with itself."""
+    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval, digits=3)
 
 
 @record
@@ -65,29 +65,29 @@ class Row(Record):
     over_fixed: HeadKind
     over_paper_sum_ratio: float = column(
         f"isolated L1 over that of α = {PAPER}, summed over heads and samples", heading=f"#sum over\nα = {PAPER}",
-        text=ratio_text,
+        text=_format_ratio,
     )  # fmt: skip
-    over_paper_sum_ratio_interval: Scalar = interval("over samples, choices fixed")
+    over_paper_sum_ratio_interval: OptionalInterval = interval("over samples, choices fixed")
     over_paper_median_ratio: float = column(
-        f"the median head's isolated L1 over that of α = {PAPER}", heading="#median head\nover it", text=ratio_text
+        f"the median head's isolated L1 over that of α = {PAPER}", heading="#median head\nover it", text=_format_ratio
     )
-    over_paper_median_ratio_interval: Scalar = interval()
+    over_paper_median_ratio_interval: OptionalInterval = interval()
     over_paper_better_share: float = column(
         f"share of heads that perturb less than at α = {PAPER}, mean over samples", unit="share",
         heading="#heads\nbetter",
     )  # fmt: skip
-    over_paper_better_share_interval: Scalar = interval()
+    over_paper_better_share_interval: OptionalInterval = interval()
     over_fixed_sum_ratio: float = column(
         "isolated L1 over that of one α for all heads, chosen on other samples, summed over heads and samples",
-        heading="#sum over\none for all", text=fine_ratio_text,
+        heading="#sum over\none for all", text=_format_fine_ratio,
     )  # fmt: skip
-    over_fixed_sum_ratio_interval: Scalar = interval()
+    over_fixed_sum_ratio_interval: OptionalInterval = interval()
     over_fixed_median_ratio: float = column("the median head's isolated L1 over that of one α for all heads")
-    over_fixed_median_ratio_interval: Scalar = interval()
+    over_fixed_median_ratio_interval: OptionalInterval = interval()
     over_fixed_better_share: float = column(
         "share of heads that perturb less than with one α for all heads, mean over samples", unit="share"
     )
-    over_fixed_better_share_interval: Scalar = interval()
+    over_fixed_better_share_interval: OptionalInterval = interval()
 
 
 def _row(name: str, chosen_on: str, over_paper: HeadKind, over_fixed: HeadKind) -> Row:
@@ -110,9 +110,9 @@ class Point(Record):
     alpha: float = column("share of stage 1, in [0, 1]", heading="α")
     ratio: float = column(
         f"isolated L1 over that of α = {PAPER}, summed over heads and samples", heading=f"#sum over\nα = {PAPER}",
-        text=fine_ratio_text,
+        text=_format_fine_ratio,
     )  # fmt: skip
-    interval: Scalar = column("over samples")
+    interval: OptionalInterval = column("over samples")
     layers: float = column(
         "share of layers that choose it, on all samples", unit="share", heading="#layers\nthat choose it"
     )
@@ -122,24 +122,24 @@ class Point(Record):
     )  # fmt: skip
 
     @property
-    def ratio_interval(self) -> Scalar:
+    def ratio_interval(self) -> OptionalInterval:
         """The interval of the column `ratio`."""
         return self.interval
 
 
 def rows(sweep: Sweep, folds: tuple[Fold, ...], whole: Chosen) -> tuple[Row, ...]:
     """Return attention, the paper's α, every choice on other samples, and the same on all samples."""
-    paper, fixed = sweep.moved[:, sweep.paper], judged(sweep, folds, GLOBAL)
-    each = [(BASELINE, "", sweep.baseline_moved), (f"α = {PAPER}", "", paper)]
-    each += [(NAMES[by], OTHERS, judged(sweep, folds, by)) for by in whole]
-    each += [(NAMES[by], SAME, composed(sweep, indices)) for by, indices in whole.items()]
-    return tuple(_row(name, on, _over(sweep, paper, moved), _over(sweep, fixed, moved)) for name, on, moved in each)
+    paper, fixed = sweep.loss[:, sweep.paper], judged_loss(sweep, folds, GLOBAL)
+    each = [(BASELINE, "", sweep.baseline_loss), (f"α = {PAPER}", "", paper)]
+    each += [(NAMES[by], OTHERS, judged_loss(sweep, folds, by)) for by in whole]
+    each += [(NAMES[by], SAME, compose(sweep, indices)) for by, indices in whole.items()]
+    return tuple(_row(name, on, _compare(sweep, paper, loss), _compare(sweep, fixed, loss)) for name, on, loss in each)
 
 
 def curve(sweep: Sweep, whole: Chosen) -> tuple[Point, ...]:
-    """Return Σ over α, one for all heads, and how often each is chosen."""
-    paper = sweep.moved[:, sweep.paper]
-    each = [_over(sweep, paper, sweep.moved[:, index]) for index in range(len(sweep.alphas))]
+    """Return the isolated L1 of each α for all heads, and how often layers and heads choose it."""
+    paper = sweep.loss[:, sweep.paper]
+    each = [_compare(sweep, paper, sweep.loss[:, index]) for index in range(len(sweep.alphas))]
     return tuple(
         Point(
             alpha=float(alpha),
@@ -152,7 +152,7 @@ def curve(sweep: Sweep, whole: Chosen) -> tuple[Point, ...]:
     )
 
 
-def _over(sweep: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
+def _compare(sweep: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
     flagged = np.zeros(sweep.floor.shape[1:], dtype=bool)
     return compare_kind(baseline, treatment, sweep.floor, sweep.norm, flagged)
 
@@ -169,57 +169,57 @@ class Outcome(Record):
     name: str = column("as of an alpha row")
     kl_median: float = column(
         "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL,\nmedian, nat",
-        text=text.significant,
+        text=text.three_digits,
     )  # fmt: skip
-    kl_median_interval: Scalar = interval()
-    kl: float = column(f"mean KL over that at α = {PAPER}", heading=f"#mean KL over\nα = {PAPER}", text=ratio_text)
-    kl_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
+    kl: float = column(f"mean KL over that at α = {PAPER}", heading=f"#mean KL over\nα = {PAPER}", text=_format_ratio)
+    kl_interval: OptionalInterval = interval()
     kl_lower: float = column(
         f"share of samples whose KL is lower than at α = {PAPER}", unit="share", heading="#samples\nlower"
     )
-    kl_lower_interval: Scalar = column("exact")
+    kl_lower_interval: OptionalInterval = column("exact")
     kl_over_fixed: float = column(
-        "mean KL over that of one α for all heads", heading="#mean KL over\none for all", text=ratio_text
+        "mean KL over that of one α for all heads", heading="#mean KL over\none for all", text=_format_ratio
     )
-    kl_over_fixed_interval: Scalar = interval()
+    kl_over_fixed_interval: OptionalInterval = interval()
     drift: float = column(
-        f"mean drift after the last layer over that at α = {PAPER}", heading="#last layer's\ndrift", text=ratio_text
+        f"mean drift after the last layer over that at α = {PAPER}", heading="#last layer's\ndrift", text=_format_ratio
     )
-    drift_interval: Scalar = interval()
+    drift_interval: OptionalInterval = interval()
     propagated: float = column(
         f"propagated L1 over that at α = {PAPER}, summed over heads and samples", heading="#sum,\nprop.",
-        text=ratio_text,
+        text=_format_ratio,
     )  # fmt: skip
-    propagated_interval: Scalar = interval()
+    propagated_interval: OptionalInterval = interval()
 
 
 @record
-class Measured(Record):
-    """All folds together, each run with what was chosen on the others."""
+class FoldOutcomes(Record):
+    """The outcomes of all folds together, each run with the choices of the others."""
 
     SECTION = "alpha measured"
 
     outcomes: tuple[Outcome, ...] = column("attention, α = 0.25, then each choice", key="rows")
     samples: int = column("complete samples")
-    off: float = column(
+    composition_error: float = column(
         "largest difference of composed and measured isolated L1, over the head's largest", key="composed_off"
     )
 
 
-def measured(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[Trace]) -> Measured:
-    """Return what the folds' traces show; each holds a fold's samples at its configurations, in any order.
+def summarise_folds(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[Trace]) -> FoldOutcomes:
+    """Return the outcomes in the folds' traces, each of one fold's samples at its configurations, in any order.
 
     Raises TraceError where a fold has no such trace, or two.
     """
-    own = [_measurements(fold, traces) for fold in folds]
-    each = [_of_fold(fold, one) for fold, one in zip(folds, own, strict=True)]
+    measured = [_measurements(fold, traces) for fold in folds]
+    each = [_fold_arrays(fold, one) for fold, one in zip(folds, measured, strict=True)]
     arrays = {name: np.concatenate([one[name] for one in each]) for name in _VARIABLES}
     roles = list(folds[0].configs)
     paper, fixed = roles.index(PAPER_ROLE), roles.index(GLOBAL)
-    return Measured(
+    return FoldOutcomes(
         outcomes=tuple(_outcome(_name(role), arrays, index, paper, fixed) for index, role in enumerate(roles)),
         samples=len(arrays["logit_kl"]),
-        off=max(_off(sweep, fold, one) for fold, one in zip(folds, own, strict=True)),
+        composition_error=max(_composition_error(sweep, fold, one) for fold, one in zip(folds, measured, strict=True)),
     )
 
 
@@ -238,19 +238,19 @@ def _measurements(fold: Fold, traces: Sequence[Trace]) -> Measurements:
     return Measurements(fits[0], ANALYSIS)
 
 
-def _of_fold(fold: Fold, own: Measurements) -> dict[str, Floats]:
-    """Return variable -> (sample, role, …)."""
+def _fold_arrays(fold: Fold, own: Measurements) -> dict[str, Floats]:
+    """Return variable -> (sample, role, …) of a fold."""
     indices = [own.index(config) for config in fold.configs.values()]
     return {name: own[name][:, indices] for name in _VARIABLES}
 
 
-def _off(sweep: Sweep, fold: Fold, own: Measurements) -> float:
+def _composition_error(sweep: Sweep, fold: Fold, own: Measurements) -> float:
     whole = [name for name, ok in zip(own.trace.sample_ids, own.trace.ok, strict=True) if ok]
     rows = [sweep.samples.index(name) for name in whole]
-    moved = own["perturbation_isolated"]
-    largest = np.maximum(sweep.moved.max(axis=(0, 1)), np.finfo(float).tiny)
+    loss = own["perturbation_isolated"]
+    largest = np.maximum(sweep.loss.max(axis=(0, 1)), np.finfo(float).tiny)
     off = [
-        np.abs(moved[:, own.index(fold.configs[by])] - composed(sweep, indices)[rows]) / largest
+        np.abs(loss[:, own.index(fold.configs[by])] - compose(sweep, indices)[rows]) / largest
         for by, indices in fold.chosen.items()
     ]
     return float(np.max(off))
@@ -258,18 +258,17 @@ def _off(sweep: Sweep, fold: Fold, own: Measurements) -> float:
 
 def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed: int) -> Outcome:
     kl, drift = arrays["logit_kl"], arrays["hidden_drift_l1"][:, :, -1]
-    median = intervals.of_medians(kl[:, [index]])
     over_paper, over_fixed = (_ratio(kl[:, other], kl[:, index]) for other in (paper, fixed))
     drifted, lower = _ratio(drift[:, paper], drift[:, index]), kl[:, index] < kl[:, paper]
     propagated = sum_ratio(*(arrays["perturbation_propagated"][:, one] for one in (paper, index)))
     return Outcome(
         name=name,
         kl_median=float(np.median(kl[:, index])),
-        kl_median_interval=None if median is None else median.at(0),
+        kl_median_interval=intervals.of_median(kl[:, index]),
         kl=over_paper[0],
         kl_interval=over_paper[1],
         kl_lower=float(lower.mean()),
-        kl_lower_interval=intervals.of_samples(lower),
+        kl_lower_interval=intervals.of_share(lower),
         kl_over_fixed=over_fixed[0],
         kl_over_fixed_interval=over_fixed[1],
         drift=drifted[0],
@@ -279,6 +278,6 @@ def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed
     )
 
 
-def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, Scalar]:
+def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
     """Return mean treatment over mean baseline of (sample,) values, with its interval."""
     return sum_ratio(baseline[:, None, None], treatment[:, None, None])

@@ -14,14 +14,21 @@ import numpy as np
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.correlation.lost_answers import AREA, Rule
-from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, within
+from perturbkv.analyses.correlation.method_identity import AREAS, DIFFERENCES, correlate_within_prompts
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, sum_ratio, with_floor
+from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind, perturbation_and_floor, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements, scores
-from perturbkv.analyses.pairing import OfPair, Pair
+from perturbkv.analyses.pairing import Pair, PairRecord
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, Scalar, mean_of, over_prompts, rare_share_of
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    Estimate,
+    OptionalInterval,
+    estimate_mean,
+    mean_where_known,
+    rare_share_kind,
+)
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 from perturbkv.analyses.text import interval_verdict
 from perturbkv.analyses.verdicts import DISTANCES
@@ -51,13 +58,13 @@ class VerdictChange(Record):
         unit="share",
         heading="#opposite\nto L1",
     )
-    opposite_interval: Scalar = interval()
+    opposite_interval: OptionalInterval = interval()
     alone: float = column(
         "share of heads decided in one of both distances and tied in the other; mean over samples",
         unit="share",
         heading="#decided in\none alone",
     )
-    alone_interval: Scalar = interval()
+    alone_interval: OptionalInterval = interval()
 
 
 @record
@@ -68,10 +75,10 @@ class DriftRatio(Record):
 
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
     ratio: float = column("mean drift after the last layer over the baseline's", heading="#last layer's\ndrift")
-    interval: Scalar = column("over samples")
+    interval: OptionalInterval = column("over samples")
 
     @property
-    def ratio_interval(self) -> Scalar:
+    def ratio_interval(self) -> OptionalInterval:
         """The interval of the column `ratio`."""
         return self.interval
 
@@ -85,13 +92,13 @@ class KindInDistance(Record):
     kind: str = column("isolated or propagated", heading="perturbation")
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
     sum_ratio: float = column("treatment over baseline, summed over heads and samples", heading="#sum over\nbaseline's")
-    sum_ratio_interval: Scalar = interval()
+    sum_ratio_interval: OptionalInterval = interval()
     median_ratio: float = column("the median head's treatment over baseline", heading="#median\nhead's")
-    median_ratio_interval: Scalar = interval()
+    median_ratio_interval: OptionalInterval = interval()
     better_share: float = column(
         "mean over samples of each sample's share of better heads", unit="share", heading="#heads\nbetter"
     )
-    better_share_interval: Scalar = interval()
+    better_share_interval: OptionalInterval = interval()
     improved: int = column("heads whose mean over samples is lower, beyond two noise floors")
     tied: int = column("heads whose means differ by less")
     worsened: int = column("heads whose mean is higher")
@@ -103,24 +110,24 @@ class KindRatios(Record):
     """One kind of perturbation of a pair in all distances beside each other: a line of the table."""
 
     l1: float = column("L1 over the baseline's, summed over heads and samples", heading="#L1")
-    l1_interval: Scalar = interval()
+    l1_interval: OptionalInterval = interval()
     l2: float = column("L2 over the baseline's, summed over heads and samples", heading="#L2")
-    l2_interval: Scalar = interval()
+    l2_interval: OptionalInterval = interval()
     cosine: float = column("1 − cos over the baseline's, summed over heads and samples", heading="#cosine")
-    cosine_interval: Scalar = interval()
+    cosine_interval: OptionalInterval = interval()
     l2_opposite: float = column(
         "share of heads whose verdict in L2 is the opposite of that in L1", unit="share", heading="#L2:\nopposite",
     )  # fmt: skip
-    l2_opposite_interval: Scalar = interval()
+    l2_opposite_interval: OptionalInterval = interval()
     cosine_opposite: float = column(
         "share of heads whose verdict in cosine is the opposite of that in L1", unit="share",
         heading="#cosine:\nopposite",
     )  # fmt: skip
-    cosine_opposite_interval: Scalar = interval()
+    cosine_opposite_interval: OptionalInterval = interval()
 
 
 @record
-class Row(OfPair, Record):
+class Row(PairRecord, Record):
     """A treatment against its baseline in every distance.
 
     Attributes:
@@ -157,7 +164,7 @@ class Row(OfPair, Record):
 
     def ratios(self, kind: str) -> KindRatios:
         """Return one kind of perturbation in all distances, with the heads whose verdict is the opposite of L1's."""
-        numbers: dict[str, float | Scalar] = {}
+        numbers: dict[str, float | OptionalInterval] = {}
         for distance in DISTANCES:
             heads = self.kind(kind, distance)
             numbers |= {distance: heads.sum_ratio, f"{distance}_interval": heads.sum_ratio_interval}
@@ -176,7 +183,7 @@ def _in_distance(kind: str, distance: str, heads: HeadKind) -> KindInDistance:
 
 
 def row(trace: Trace, pair: Pair, step: int) -> Row:
-    """Return a pair in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
+    """Compare a pair in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
     heads = {distance: head_comparison.summarise(trace, *pair, step, distance) for distance in DISTANCES}
     return Row(
         baseline=pair[0],
@@ -196,7 +203,7 @@ def verdict_change(kind: str, distance: str, first: HeadKind, second: HeadKind) 
     sides = [np.sign(heads.differences).reshape(len(heads.differences), -1) for heads in (first, second)]
     opposite = (sides[0] * sides[1] < 0).mean(axis=1)
     alone = ((sides[0] == 0) != (sides[1] == 0)).mean(axis=1)
-    share = rare_share_of(sides[0].shape[1])
+    share = rare_share_kind(sides[0].shape[1])
     return VerdictChange(
         kind=kind,
         distance=distance,
@@ -288,52 +295,54 @@ class Order(Record):
             for index, config in enumerate(self.configs)
         ]
 
-    def swapped(self, distance: str) -> list[Exchange]:
-        """Return the pairs in another order by one distance."""
+    def exchanges(self, distance: str) -> list[Exchange]:
+        """Return the pairs that stand in another order by one distance."""
         return [swap for swap in self.swaps if swap.distance == distance]
 
 
-def sums(measured: Measurements) -> dict[Measure, Floats]:
+def head_sums(measured: Measurements) -> dict[Measure, Floats]:
     """Return (sample, config) Σ over heads of each measure, equal where all kept sets are.
 
-    Raises as `head_comparison.with_floor`.
+    Raises as `head_comparison.perturbation_and_floor`.
     """
-    moved = {f"{kind} {name}": with_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES}
-    equal = measurements.alike_first_steps(measured.trace, moved)
+    sums = {
+        f"{kind} {name}": perturbation_and_floor(measured, kind, name)[0].sum(axis=(2, 3)) for kind, name in MEASURES
+    }
+    equal = measurements.equalise_identical_runs(measured.trace, sums)
     return {(kind, name): equal[f"{kind} {name}"] for kind, name in MEASURES}
 
 
-def agreement(moved: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
-    """Return, by kind and distance but L1, (sample,) ρ with L1; NaN where a prompt's methods are all equal."""
+def agreement(sums: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
+    """Return (kind, other distance) -> (sample,) ρ with L1; NaN where a prompt's methods are all equal."""
     return {
-        (kind, other): spearman(moved[kind, other][:, indices].T, moved[kind, FIRST][:, indices].T)
+        (kind, other): spearman(sums[kind, other][:, indices].T, sums[kind, FIRST][:, indices].T)
         for kind in KINDS
         for other in OTHERS
     }
 
 
 def orders(
-    moved: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
+    sums: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
 ) -> tuple[Order, ...]:
-    """Return one order per kind, of `configs` at these indices."""
-    rho = agreement(moved, indices)
+    """Return the methods' order by each kind of perturbation, of `configs` at these indices."""
+    rho = agreement(sums, indices)
     return tuple(
         Order(
             kind=kind,
             configs=tuple(configs),
-            ranks={name: mean_ranks(moved[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
-            rho={other: over_prompts(rho[kind, other], CORRELATION) for other in OTHERS},
-            swaps=_swaps({name: moved[kind, name][:, indices] for name in DISTANCES}, configs),
+            ranks={name: mean_ranks(sums[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
+            rho={other: estimate_mean(rho[kind, other], CORRELATION) for other in OTHERS},
+            swaps=_swaps({name: sums[kind, name][:, indices] for name in DISTANCES}, configs),
             each={other: rho[kind, other] for other in OTHERS},
         )
         for kind in KINDS
     )
 
 
-def _swaps(moved: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
+def _swaps(sums: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
     swaps = []
-    for pair in combinations(np.argsort(moved[FIRST].mean(axis=0), kind="stable").tolist(), 2):
-        sides = {name: _side(array, pair) for name, array in moved.items()}
+    for pair in combinations(np.argsort(sums[FIRST].mean(axis=0), kind="stable").tolist(), 2):
+        sides = {name: _side(array, pair) for name, array in sums.items()}
         for other in OTHERS:
             if sides[FIRST][0] * sides[other][0] < 0:
                 both = sides[FIRST][1], sides[other][1]
@@ -342,9 +351,9 @@ def _swaps(moved: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tu
     return tuple(swaps)
 
 
-def _side(moved: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
-    """Return 1 where the second perturbs more, −1 less, 0 equal: by the sums, and by their ratio's interval."""
-    first, second = (moved[:, index, None, None] for index in pair)
+def _side(sums: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
+    """Return 1 where the second perturbs more, −1 less, 0 equal, by the sums and by their ratio's interval."""
+    first, second = (sums[:, index, None, None] for index in pair)
     _, band = sum_ratio(first, second)
     return int(np.sign(second.sum() - first.sum())), interval_verdict(band, 1)
 
@@ -358,7 +367,7 @@ EachPrompt = Mapping[tuple[str, Measure], Floats]
 """Target and measure -> (prompt,), NaN where the prompt does not decide."""
 
 
-def _estimate(estimate: Estimate | None) -> str:
+def _format_estimate(estimate: Estimate | None) -> str:
     return "–" if estimate is None else text.decimal(estimate.value, estimate.interval)
 
 
@@ -375,9 +384,9 @@ class LossCorrelation(Record):
     )
     kind: str = column("isolated or propagated", heading="perturbation")
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
-    value: Estimate = column("over prompts", heading="#ρ, or share", text=_estimate)
+    value: Estimate = column("over prompts", heading="#ρ, or share", text=_format_estimate)
     less_l1: Estimate | None = column(
-        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=_estimate
+        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=_format_estimate
     )
 
     @derived(json=False, heading="#n")
@@ -386,7 +395,7 @@ class LossCorrelation(Record):
         return self.value.prompts
 
 
-def answered(trace: Trace) -> bool:
+def has_scores(trace: Trace) -> bool:
     """Return whether every complete sample's answers have scores."""
     return "score_full" in trace.arrays and all(
         not np.isnan(np.asarray(trace.arrays[name], dtype=np.float64)[trace.ok]).any()
@@ -394,32 +403,32 @@ def answered(trace: Trace) -> bool:
     )
 
 
-def each_prompt(
-    trace: Trace, measured: Measurements, moved: Mapping[Measure, Floats], indices: Sequence[int]
+def correlate_each_prompt(
+    trace: Trace, measured: Measurements, sums: Mapping[Measure, Floats], indices: Sequence[int]
 ) -> EachPrompt:
     """Return each prompt's correlations between these configurations.
 
     Args:
         trace: with all complete samples, whose answers are compared with the first step.
-        measured: the trace at the step that is looked at.
-        moved: `sums` of the latter.
+        measured: the trace at the step.
+        sums: `head_sums` at that step.
         indices: the configurations.
     """
-    lost = measurements.alike_first_steps(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
+    lost = measurements.equalise_identical_runs(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
     each: dict[tuple[str, Measure], Floats] = {
-        (KL, measure): spearman(moved[measure][:, indices].T, lost.T) for measure in MEASURES
+        (KL, measure): spearman(sums[measure][:, indices].T, lost.T) for measure in MEASURES
     }
-    return {**each, **_of_answers(trace, indices)} if answered(trace) else each
+    return {**each, **_answer_correlations(trace, indices)} if has_scores(trace) else each
 
 
-def _of_answers(trace: Trace, indices: Sequence[int]) -> EachPrompt:
+def _answer_correlations(trace: Trace, indices: Sequence[int]) -> EachPrompt:
     """Return the correlations with scores of the prompts that the full cache answers, by the first step."""
     measured = Measurements(trace, ANALYSIS)
-    graded, moved = scores(measured.trace, ANALYSIS), sums(measured)
+    graded, sums = scores(measured.trace, ANALYSIS), head_sums(measured)
     right = graded.full > RULE.right
     scored = graded.evicted[right][:, indices]
     lost = RULE.lost_of(graded.full[right], scored)
-    ranks = {measure: within(moved[measure][right][:, indices], scored, lost) for measure in MEASURES}
+    ranks = {measure: correlate_within_prompts(sums[measure][right][:, indices], scored, lost) for measure in MEASURES}
     return {
         **{(SCORE, measure): one.rho for measure, one in ranks.items()},
         **{(LOST, measure): one.area for measure, one in ranks.items()},
@@ -428,11 +437,11 @@ def _of_answers(trace: Trace, indices: Sequence[int]) -> EachPrompt:
 
 def mean_over_settings(settings: Sequence[EachPrompt]) -> EachPrompt:
     """Return each prompt's mean over several settings, in every one of which its configurations were compared."""
-    return {key: mean_of([setting[key] for setting in settings]) for key in settings[0]}
+    return {key: mean_where_known([setting[key] for setting in settings]) for key in settings[0]}
 
 
 def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
-    """Return one per target and measure that is there."""
+    """Return the correlation of every target with every measure, where there is one."""
     return tuple(
         _correlation(each, target, measure) for target in TARGETS for measure in MEASURES if (target, measure) in each
     )
@@ -441,5 +450,5 @@ def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
 def _correlation(each: EachPrompt, target: str, measure: Measure) -> LossCorrelation:
     (kind, distance), (own, between) = measure, _KINDS[target]
     value, first = each[target, measure], each[target, (kind, FIRST)]
-    less = None if distance == FIRST else over_prompts(value - first, between)
-    return LossCorrelation(target, kind, distance, over_prompts(value, own), less)
+    less = None if distance == FIRST else estimate_mean(value - first, between)
+    return LossCorrelation(target, kind, distance, estimate_mean(value, own), less)

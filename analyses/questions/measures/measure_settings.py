@@ -14,11 +14,11 @@ from perturbkv.analyses.pairing import (
     LEAST_CONFIGS,
     Pair,
     Sides,
-    checked,
+    check_sides,
+    comparable_groups,
     configs_of,
     matches,
     pairs,
-    ranked_together,
     short_names,
 )
 from perturbkv.analyses.questions.measures.measure_orders import (
@@ -27,11 +27,11 @@ from perturbkv.analyses.questions.measures.measure_orders import (
     LossCorrelation,
     Order,
     Row,
+    correlate_each_prompt,
     correlations,
-    each_prompt,
+    head_sums,
     orders,
     row,
-    sums,
 )
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.choice import Choice
@@ -57,9 +57,9 @@ class Setting(Record):
     """Configurations that share budget, granularity, precision and protection, so that they may be compared.
 
     Attributes:
-        name: the budget as the user gave it, and what else tells it from other settings.
+        name: the budget as the user gave it, and what else distinguishes it from other settings.
         configs: all of the trace's.
-        each: of `links` each prompt's values.
+        each: each prompt's values of `links`.
         identity: of the run.
     """
 
@@ -82,12 +82,12 @@ class Setting(Record):
         return setting_object(self.configs)
 
     def config_name(self, config: EvictionConfig) -> str:
-        """Return what tells a configuration from all others of the setting."""
-        return _named(config, self.configs)
+        """Return what distinguishes a configuration from all others of the setting."""
+        return _name_among(config, self.configs)
 
     def side(self, config: EvictionConfig) -> str:
-        """Return what tells one side of a comparison from all other sides."""
-        return _named(config, list(dict.fromkeys(configs_of(_pairs([*self.rows, *self.norms])))))
+        """Return what distinguishes one side of a comparison from all other sides."""
+        return _name_among(config, list(dict.fromkeys(configs_of(_pairs([*self.rows, *self.norms])))))
 
     def baseline_name(self) -> str:
         """Return the baseline of the rows in words."""
@@ -105,32 +105,32 @@ def _pairs(rows: Sequence[Row]) -> list[Pair]:
     return [(one.baseline, one.treatment) for one in rows]
 
 
-def _named(config: EvictionConfig, among: Sequence[EvictionConfig]) -> str:
+def _name_among(config: EvictionConfig, among: Sequence[EvictionConfig]) -> str:
     return short_names(among)[among.index(config)] or config.selection.name
 
 
 def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -> tuple[Setting, ...]:
-    """Return one entry per setting of the trace in which something is compared.
+    """Return every setting of the trace in which something is compared.
 
     Raises TraceError where a side is missing or the trace lacks a distance, and as `head_comparison.summarise`.
     """
     _check_distances(trace)
     chosen, measured = _compared(trace, baseline, treatments), Measurements(trace, ANALYSIS, step)
-    moved, results = sums(measured), []
-    for name, indices in ranked_together(trace.run.configs).items():
+    sums, results = head_sums(measured), []
+    for name, indices in comparable_groups(trace.run.configs).items():
         configs = [trace.run.configs[index] for index in indices]
         own, norms = [pair for pair in chosen if pair[0] in configs], _by_norm(configs)
         if not own:
             continue
         ranked = len(indices) >= LEAST_CONFIGS
-        each = each_prompt(trace, measured, moved, indices) if ranked else {}
+        each = correlate_each_prompt(trace, measured, sums, indices) if ranked else {}
         results.append(
             Setting(
                 name=name,
                 configs=tuple(configs),
                 rows=tuple(row(trace, pair, step) for pair in own),
                 norms=tuple(row(trace, pair, step) for pair in norms),
-                orders=orders(moved, indices, configs) if ranked else (),
+                orders=orders(sums, indices, configs) if ranked else (),
                 links=correlations(each),
                 each=each,
                 identity=identity(trace, configs, step),
@@ -141,7 +141,7 @@ def settings(trace: Trace, baseline: str, treatments: Sides | None, step: int) -
 
 def _compared(trace: Trace, baseline: str, treatments: Sides | None) -> list[Pair]:
     """Return every treatment with its baseline, each pair once; by default those of `TREATMENTS` that are there."""
-    sides = checked(trace, baseline, TREATMENTS if treatments is None else treatments)
+    sides = check_sides(trace, baseline, TREATMENTS if treatments is None else treatments)
     there = [side for side in sides if treatments is not None or any(matches(one, side) for one in trace.run.configs)]
     if not there:
         msg = f"{ANALYSIS} compares {', '.join(TREATMENTS)} with {baseline}; got a trace of none of them: name its own"
@@ -150,7 +150,7 @@ def _compared(trace: Trace, baseline: str, treatments: Sides | None) -> list[Pai
 
 
 def _by_norm(configs: Sequence[EvictionConfig]) -> list[Pair]:
-    """Return every selection by L2 norms behind the same one by L1 norms, where both are there."""
+    """Return the pairs of the same selection by L1 and by L2 norms."""
     chosen = []
     for config in configs:
         usual = config.selection.defaults

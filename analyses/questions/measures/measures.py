@@ -1,4 +1,4 @@
-"""Conclusions in L2 and cosine beside those in L1, as what is measured and as what selects (appendix G)."""
+"""Conclusions in L2 and cosine beside those in L1, as distances of outputs and as norms that select (appendix G)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.heads.head_comparison import HeadKind
-from perturbkv.analyses.outcomes import SettingsResult, by_head
-from perturbkv.analyses.pairing import Sides, counted
+from perturbkv.analyses.outcomes import SettingsResult, head_rows
+from perturbkv.analyses.pairing import Sides, plural
 from perturbkv.analyses.questions.measures.measure_orders import (
     FIRST,
     KINDS,
@@ -23,7 +23,7 @@ from perturbkv.analyses.questions.measures.measure_orders import (
     mean_over_settings,
 )
 from perturbkv.analyses.questions.measures.measure_settings import Setting, settings
-from perturbkv.analyses.stats.intervals import CORRELATION, LEAST, Estimate, mean_of, over_prompts
+from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, Estimate, estimate_mean, mean_where_known
 from perturbkv.analyses.text import LESS, MORE, Case, comparison, sample_note, sentence
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.selections import L1, L2
@@ -31,14 +31,14 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 SHORT = {"l1": "L1", "l2": "L2", "cosine": "cosine"}
-"""Distances where there is little room."""
+"""Distance -> its short name."""
 SAME, OPPOSITE, ALONE = "same", "opposite", "alone"
-"""A comparison in another distance than L1: the same verdict, the opposite one, or one of both alone is decided."""
+"""A comparison in L1 and in another distance: the same verdict, the opposite one, or only one of both is decided."""
 _LOST = {KL: "KL of the same step, which nearly is the same thing,", SCORE: "an answer's score"}
 
 
-def outcome(first: HeadKind, second: HeadKind) -> str:
-    """Return whether the sums of all heads have the same verdict in both distances; a tie decides nothing."""
+def compare_verdicts(first: HeadKind, second: HeadKind) -> str:
+    """Return SAME, OPPOSITE or ALONE, from the sums of all heads in two distances; a tie is undecided."""
     verdicts = [verdict if verdict in (LESS, MORE) else "" for verdict in (first.case().verdict, second.case().verdict)]
     return SAME if verdicts[0] == verdicts[1] else OPPOSITE if all(verdicts) else ALONE
 
@@ -57,9 +57,9 @@ class Measures(SettingsResult):
 
     def conclusion(self) -> str:
         """Return whether another distance reverses a comparison of L1, and in how many both agree."""
-        count = counted(sum(len(setting.rows) for setting in self.settings) * len(KINDS), "comparison")
+        count = plural(sum(len(setting.rows) for setting in self.settings) * len(KINDS), "comparison")
         note = f"isolated and propagated, sum over heads; {sample_note(self.identity.samples)}"
-        if self.identity.samples < LEAST:
+        if self.identity.samples < MIN_SAMPLES:
             return sentence(f"too few samples to decide whether L2 or cosine reverses one of {count} of L1 ({note})")
         outcomes = {other: self.outcomes(other) for other in OTHERS}
         reversing = [SHORT[other] for other, counts in outcomes.items() if counts[OPPOSITE]]
@@ -82,9 +82,9 @@ class Measures(SettingsResult):
         return ["1 − cos grows with the square of an angle: its ratios lie further from 1."]
 
     def details(self) -> Sequence[Part]:
-        """Return every number by distance, methods' ranks, correlations with what is lost, and noise floors."""
+        """Return every number by distance, methods' ranks, correlations with losses, and noise floors."""
         first = self.settings[0].rows[0]
-        floors = ", ".join(f"{SHORT[name]} {_floor(first.kind('propagated', name))}" for name in first.heads)
+        floors = ", ".join(f"{SHORT[name]} {_format_floor(first.kind('propagated', name))}" for name in first.heads)
         return [
             *self._orders(),
             *self._correlations(),
@@ -102,7 +102,9 @@ class Measures(SettingsResult):
     def outcomes(self, distance: str) -> Counter[str]:
         """Return how many comparisons, isolated and propagated, are SAME, OPPOSITE or ALONE in a distance beside L1."""
         rows = [row for setting in self.settings for row in setting.rows]
-        return Counter(outcome(row.kind(kind, FIRST), row.kind(kind, distance)) for row in rows for kind in KINDS)
+        return Counter(
+            compare_verdicts(row.kind(kind, FIRST), row.kind(kind, distance)) for row in rows for kind in KINDS
+        )
 
     def reversed_comparisons(self, distance: str) -> list[str]:
         """Return the kinds and treatments whose verdict is the opposite in a distance, each once."""
@@ -111,7 +113,7 @@ class Measures(SettingsResult):
             for setting in self.settings
             for row in setting.rows
             for kind in KINDS
-            if outcome(row.kind(kind, FIRST), row.kind(kind, distance)) == OPPOSITE
+            if compare_verdicts(row.kind(kind, FIRST), row.kind(kind, distance)) == OPPOSITE
         ]
         return list(dict.fromkeys(names))
 
@@ -136,7 +138,7 @@ class Measures(SettingsResult):
             for part, rows in (("treatment", setting.rows), ("norm", setting.norms))
             for row in rows
             for distance in DISTANCES
-            for head in by_head(row.heads[distance], setting=setting.name, part=part, distance=distance)
+            for head in head_rows(row.heads[distance], setting=setting.name, part=part, distance=distance)
         ]
 
     def _counts(self, other: str, counts: Counter[str]) -> str:
@@ -147,23 +149,23 @@ class Measures(SettingsResult):
         return f"{SHORT[other]} agrees in {counts[SAME]}{opposite}{alone}"
 
     def _orders(self) -> list[str]:
-        """Return how far the methods of a prompt stand in the order of L1, and how many pairs are exchanged."""
+        """Return how well the methods' order agrees with L1's, and how many pairs are exchanged."""
         orders = [order for setting in self.settings for order in setting.orders]
         if not orders:
             return []
         rho = " and ".join(f"ρ = {_rho(orders, other)} in {SHORT[other]}" for other in OTHERS)
-        pairs = counted(sum(order.pairs for order in orders), "pair")
-        swaps = " and ".join(_swapped(orders, other) for other in OTHERS)
+        pairs = plural(sum(order.pairs for order in orders), "pair")
+        swaps = " and ".join(_exchange_note(orders, other) for other in OTHERS)
         return [f"The methods of a prompt stand as in L1 with {rho}; by their sums, of {pairs} {swaps}."]
 
     def _correlations(self) -> list[str]:
-        """Return how propagated perturbation goes with what is lost, and how much less or more in another distance."""
+        """Return the correlations of propagated perturbation with losses, and the differences of other distances."""
         each = [setting.each for setting in self.settings if setting.links]
         links = correlations(mean_over_settings(each)) if each else ()
         return [line for target, words in _LOST.items() for line in _correlation(links, target, words)]
 
     def _norms(self) -> list[str]:
-        """Return what selecting by L2 norms brings, in propagated L1, a line per selection."""
+        """Return the effect of selecting by L2 norms on propagated L1, a line per selection."""
         return [
             sentence(
                 f"{comparison(f'{name} by {SHORT[L2]} norms', f'by {SHORT[L1]} norms', cases)} (propagated L1)", name
@@ -173,16 +175,16 @@ class Measures(SettingsResult):
 
 
 def _rho(orders: Sequence[Order], other: str) -> str:
-    return _estimate(over_prompts(mean_of([order.each[other] for order in orders]), CORRELATION))
+    return _format_estimate(estimate_mean(mean_where_known([order.each[other] for order in orders]), CORRELATION))
 
 
-def _estimate(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate) -> str:
     return text.decimal(estimate.value, estimate.interval)
 
 
-def _swapped(orders: Sequence[Order], other: str) -> str:
+def _exchange_note(orders: Sequence[Order], other: str) -> str:
     """Return 'L2 exchanges 3 (1 decided)'."""
-    swaps = [swap for order in orders for swap in order.swapped(other)]
+    swaps = [swap for order in orders for swap in order.exchanges(other)]
     certain = sum(swap.decided for swap in swaps) or "none"
     return f"{SHORT[other]} exchanges {f'{len(swaps)} ({certain} decided)' if swaps else 'none'}"
 
@@ -193,17 +195,17 @@ def _correlation(links: Sequence[LossCorrelation], target: str, words: str) -> l
     if not own or not own[FIRST].value.prompts:
         return []
     less = [(SHORT[name], link.less_l1) for name, link in own.items() if link.less_l1 is not None]
-    rest = ", ".join(f"{name}'s less that {_estimate(value)}" for name, value in less)
-    prompts = counted(own[FIRST].value.prompts, "prompt")
-    return [f"With {words} propagated L1 has ρ = {_estimate(own[FIRST].value)} ({prompts}); {rest}."]
+    rest = ", ".join(f"{name}'s less that {_format_estimate(value)}" for name, value in less)
+    prompts = plural(own[FIRST].value.prompts, "prompt")
+    return [f"With {words} propagated L1 has ρ = {_format_estimate(own[FIRST].value)} ({prompts}); {rest}."]
 
 
-def _floor(kind: HeadKind) -> str:
+def _format_floor(kind: HeadKind) -> str:
     return f"{kind.floor_relative_median:.1e}"
 
 
 def _tables(setting: Setting) -> list[Part]:
-    """Return what is measured by distance, verdicts that differ, methods' ranks and correlations of one setting."""
+    """Return the tables of one setting: perturbation by distance, other verdicts, methods' ranks and correlations."""
     rows = [(setting.side(row.treatment), row) for row in setting.rows]
     measured = [Line(name, (kind,)) for name, row in rows for kind in row.measured]
     changes = [Line(name, (change,)) for name, row in rows for change in row.against]
@@ -229,7 +231,7 @@ def _ranks(setting: Setting, order: Order) -> Part:
 
 
 def measures(trace: Trace, baseline: str = "attention", treatments: Sides | None = None, *, step: int = 0) -> Measures:
-    """Compare what L2 and 1 − cos conclude with what L1 does.
+    """Compare the conclusions in L2 and 1 − cos with those in L1.
 
     Compared are, in L1, L2 and as 1 − cos (METHOD: measures beside L1): every treatment with the baseline, head by
     head; all configurations of a prompt by rank; their ranks with KL of the same step and, where the trace holds
@@ -251,4 +253,4 @@ def measures(trace: Trace, baseline: str = "attention", treatments: Sides | None
         >>> list(row.heads), [one.distance for one in row.against]
         (['l1', 'l2', 'cosine'], ['l2', 'cosine', 'l2', 'cosine'])
     """
-    return Measures.of(trace, settings(trace, baseline, treatments, step), step)
+    return Measures.from_settings(trace, settings(trace, baseline, treatments, step), step)

@@ -1,4 +1,4 @@
-"""The layers and heads that decide what comes out: one side's kept sets in some of them, the other side's elsewhere."""
+"""Kept-set patching: one side's kept sets in some layers or heads, the other's elsewhere, and which of them matter."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import perturbkv
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import common, counted, side_names
+from perturbkv.analyses.pairing import common, plural, side_names
 from perturbkv.analyses.questions.patching.patching_values import (
     Greedy,
     MixtureOutcomes,
     NamedMixture,
     Shapley,
-    better,
     greedy,
     median_kl,
     named_mixture,
     shapley,
+    sign_of_better,
 )
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.coalition import Orders, Path
-from perturbkv.analyses.stats.intervals import COVERED, LEAST, Scalar
+from perturbkv.analyses.stats.coalition import GreedyPath, Orders
+from perturbkv.analyses.stats.intervals import COVERED, MIN_SAMPLES, OptionalInterval
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, PatchingConfig
@@ -34,7 +34,7 @@ from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.patching_file import PatchingStore
 
 MOST = 36
-"""Players of a table at most: of more the largest."""
+"""Most players that a table shows: of more the largest."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _ROUNDING = 1e-9
 _PLAYERS = ("value", "alone", "last", "order_error")
@@ -47,8 +47,8 @@ class Patching(Result):
     """The effect of switching kept sets from a baseline's to a treatment's, player by player.
 
     Attributes:
-        settings: the question.
-        game: its players, and mixtures by name.
+        settings: of the question.
+        game: its players, and the mixtures by name.
         sample_ids: of the samples behind all numbers.
         identity: of the run.
     """
@@ -66,9 +66,9 @@ class Patching(Result):
         unit="nat",
         key="baseline_kl_median",
         heading="#KL",
-        text=text.significant,
+        text=text.three_digits,
     )
-    kl_median_interval: Scalar = column("over samples", key="baseline_kl_median_interval")
+    kl_median_interval: OptionalInterval = column("over samples", key="baseline_kl_median_interval")
     cache_share: float = column(
         "entries of the baseline's cache over those of the full one",
         key="held_over_full_baseline",
@@ -116,7 +116,7 @@ class Patching(Result):
         """Return the players that change the outcome most, and all of them together."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         step = f", step {self.step}" if self.step else ""
-        where = f"({counted(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
+        where = f"({plural(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
         if self.same == 1:
             return f"{treatment} and {baseline} keep the same entries in every head {where}."
         if self.shapley is None:
@@ -127,7 +127,7 @@ class Patching(Result):
         return sentence(f"{self._largest(self.shapley, baseline, treatment)} {where}", treatment)
 
     def title(self) -> str:
-        """Return the number that the table shows, and both sides."""
+        """Return the quantity that the table shows, and both sides."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         unit = "points of 100" if self.outcome == "score" else "%"
         number = f"change of {WORDS[self.outcome]}, {unit}" if self.shapley else f"over {baseline} everywhere"
@@ -152,7 +152,7 @@ class Patching(Result):
         """Return which sign is good, and what the error of drawing orders leaves out."""
         if self.shapley is None:
             return ["Below 1 the treatment is better."]
-        side = "Above" if better(self.outcome) > 0 else "Below"
+        side = "Above" if sign_of_better(self.outcome) > 0 else "Below"
         drawn = ["± of orders leaves out players that interact in pairs: see alone and last."]
         return [f"{side} 0 the treatment's kept sets are better.", *(drawn if self.shapley.permutations else [])]
 
@@ -185,10 +185,10 @@ class Patching(Result):
         ]
 
     def _largest(self, values: Shapley, baseline: str, treatment: str) -> str:
-        """Return the three largest values that are no rounding, and the change with all players switched."""
+        """Return the three largest values beyond rounding, and the change with all players switched."""
         word, players = WORDS[self.outcome], values.players
         whole = f"all {len(players)} {self.by} together {text.percent(values.total, values.total_interval)}"
-        if self.samples < LEAST:
+        if self.samples < MIN_SAMPLES:
             return f"too few samples to decide which {self.by} change {word}: {whole}"
         order = np.argsort(-np.abs(values.value), kind="stable")[:3]
         largest = [players[index] for index in order if abs(players[index].value) > _ROUNDING]
@@ -228,20 +228,20 @@ class Patching(Result):
         ]
 
 
-def conclude(
+def patching_result(
     store: PatchingStore,
     game: Game,
     settings: PatchingConfig,
     orders: Orders | None,
-    paths: Sequence[Path],
+    paths: Sequence[GreedyPath],
     digest: str = "",
 ) -> Patching:
-    """Return the result of what was measured.
+    """Return the result of a question from its measurements.
 
     Args:
         store: every mixture that the question needs.
         game: its players.
-        settings: the question.
+        settings: of the question.
         orders: drawn for Shapley values; None: all subsets were measured; of no rows: there are none.
         paths: of both halves of the samples; empty: there are none.
         digest: of the file of measurements.
@@ -284,5 +284,5 @@ def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> R
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         ended=measured.ended,
         source="measurements",
-        measured=str(made.get(MEASURED_LAYERS, "")),
+        measured_layers=str(made.get(MEASURED_LAYERS, "")),
     )

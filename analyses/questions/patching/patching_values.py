@@ -16,8 +16,8 @@ from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.heads.head_comparison import HeadKind, compare_kind
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import coalition, intervals
-from perturbkv.analyses.stats.coalition import Orders, Path
-from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, Scalar, difference_of
+from perturbkv.analyses.stats.coalition import GreedyPath, Orders
+from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, OptionalInterval, difference_kind
 from perturbkv.analyses.text import interval_at
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.errors import ConfigError, FailedRunError
@@ -54,23 +54,23 @@ class MixtureOutcomes:
             )
             raise ConfigError(msg)
 
-    def only(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
-        """Return the same of some of the samples, by their indices."""
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
+        """Return the outcomes of some of the samples, by their indices."""
         some = copy.copy(self)
         some.samples = [self.samples[index] for index in indices]
         return some
 
     def rows(self, mixture: Mixture) -> list[PatchingRow]:
-        """Return one measurement of each sample."""
+        """Return each sample's measurement of a mixture."""
         return [self.store.rows[name][mixture] for name in self.samples]
 
     def outcome(self, mixture: Mixture, name: str) -> Floats:
-        """Return (sample,) of one of `PER_STEP`, or `score`."""
+        """Return (sample,) values of an outcome: one of `PER_STEP`, or `score`."""
         rows = self.rows(mixture)
         return np.array([row.score if name == "score" else row.values[name][self.step] for row in rows])
 
     def coalition(self, coalition: Coalition, name: str) -> Floats:
-        """Return (sample,) of the mixture that a coalition of players makes."""
+        """Return (sample,) values of an outcome, of the mixture that a coalition of players makes."""
         return self.outcome(self.game.mixture(coalition), name)
 
     def cache_share(self, mixture: Mixture) -> float:
@@ -81,16 +81,17 @@ class MixtureOutcomes:
         """Return (sample, layer, head) propagated L1 perturbation of a mixture that has it by head."""
         return np.array([row.heads[self.step] for row in self.rows(mixture) if row.heads is not None])
 
-    def of_heads(self, name: str) -> Floats:
-        """Return (sample, layer, head) `head_floors` or `head_norms`."""
+    def head_values(self, name: str) -> Floats:
+        """Return (sample, layer, head) values of `head_floors` or `head_norms`."""
         return np.array([self.store.head_floors(sample, name)[self.step] for sample in self.samples])
 
 
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
-    """Return by how much outcomes (…, sample) differ from the baseline's (sample,), with intervals over samples.
+    """Return the relative change of outcomes, from (…, sample) differences to the (sample,) baseline, with intervals.
 
-    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1, and
-    has the interval of one. Of scores the mean difference. NaN where the baseline's sum is 0.
+    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1,
+    exactly 0 where nothing differs, and has the interval of one. Of scores the mean difference.
+    NaN where the baseline's sum is 0.
     """
     samples, scored = len(baseline), outcome == "score"
     flat = differences.reshape(-1, samples)
@@ -99,10 +100,10 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         if scored:
             return np.asarray(weights @ flat.T)
         below = weights @ baseline
-        return np.asarray((weights @ (baseline + flat).T) / np.where(below == 0, np.nan, below)[:, None])
+        return np.asarray(1 + (weights @ flat.T) / np.where(below == 0, np.nan, below)[:, None])
 
     value = statistic(np.full((1, samples), 1 / samples))[0].reshape(differences.shape[:-1])
-    ends = intervals.band(statistic, samples, difference_of(1) if scored else RATIO)
+    ends = intervals.of_statistics(statistic, samples, difference_kind(1) if scored else RATIO)
     shift = 0.0 if scored else 1.0
     if ends is None:
         return value - shift, None
@@ -110,32 +111,32 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
     return value - shift, intervals.Interval(low, high, ends.kind)
 
 
-def scale(baseline: Floats, outcome: str) -> float:
-    """Return the divisor that brings a sum over samples of differences to the unit of `change`."""
+def change_divisor(baseline: Floats, outcome: str) -> float:
+    """Return the divisor of a sum over samples of differences that gives the unit of `change`."""
     return float(len(baseline) if outcome == "score" else baseline.sum())
 
 
-def better(outcome: str) -> int:
-    """Return 1 where more is better, −1 where less is."""
+def sign_of_better(outcome: str) -> int:
+    """Return 1 for an outcome of which more is better, −1 where less is."""
     return 1 if outcome == "score" else -1
 
 
 def coalition_outcomes(
     measured: MixtureOutcomes, coalitions: Sequence[Coalition], outcome: str
 ) -> dict[Coalition, Floats]:
-    """Return coalition -> (sample,) outcomes."""
+    """Return coalition -> (sample,) values of an outcome."""
     return {coalition: measured.coalition(coalition, outcome) for coalition in coalitions}
 
 
-def hundredths(share: float, interval: Scalar = None) -> str:
-    """Return a change in hundredths of the baseline's, without its sign of percent: '−9.1 [−14, −4.0]'."""
+def _format_percent(share: float, interval: OptionalInterval = None) -> str:
+    """Return a change in percent of the baseline's, without the percent sign: '−9.1 [−14, −4.0]'."""
     ends = None if interval is None else Interval(100 * interval.low, 100 * interval.high, interval.kind)
     return text.decimal(100 * share, ends, digits=1)
 
 
 @record
 class PlayerValue(Record):
-    """The kept sets of one layer or head in a game.
+    """The value of one layer's or head's kept sets in a game.
 
     Attributes:
         exact: whether all subsets were measured.
@@ -148,20 +149,20 @@ class PlayerValue(Record):
         "change of the outcome that the treatment's kept sets make there, averaged over the orders in which players "
         "may be switched: a share of the baseline's Σ over samples; of scores a difference",
         heading="#value",
-        text=hundredths,
+        text=_format_percent,
     )
-    value_interval: Scalar = column("over samples, these orders given", key="interval")
-    alone: float = column("the same change where no other player is switched", heading="#alone", text=hundredths)
-    alone_interval: Scalar = interval()
-    last: float = column("the same change where all others are switched already", heading="#last", text=hundredths)
-    last_interval: Scalar = interval()
+    value_interval: OptionalInterval = column("over samples, these orders given", key="interval")
+    alone: float = column("the same change where no other player is switched", heading="#alone", text=_format_percent)
+    alone_interval: OptionalInterval = interval()
+    last: float = column("the same change where all others are switched already", heading="#last", text=_format_percent)
+    last_interval: OptionalInterval = interval()
     sampling: float = column(
         "half of a 95 % interval of drawing orders, these samples given; 0 of all subsets; it does not see players "
         "that interact in pairs"
     )
     exact: bool
 
-    @derived(heading="#± of\norders", json=False, text=hundredths)
+    @derived(heading="#± of\norders", json=False, text=_format_percent)
     def order_error(self) -> float | None:
         """Half of a 95 % interval of drawing orders, these samples given."""
         return None if self.exact else self.sampling
@@ -169,7 +170,7 @@ class PlayerValue(Record):
 
 @dataclass(frozen=True)
 class Shift:
-    """The change that each player makes beside certain others.
+    """The change that each player makes when it is switched first, or last.
 
     Attributes:
         value: (player,) by how much the outcome changes, in the unit of `change`.
@@ -183,7 +184,7 @@ class Shift:
 
     @classmethod
     def of(cls, per_sample: Floats, baseline: Floats, outcome: str) -> Self:
-        """Return the change of (player, sample) differences, over the baseline's (sample,)."""
+        """Return the change of (player, sample) differences over the (sample,) baseline."""
         return cls(*change(per_sample, baseline, outcome), per_sample)
 
 
@@ -199,7 +200,7 @@ class Shapley(Record):
             measured.
         per_sample: (player, sample) in the outcome's own unit.
         alone: the same change where nobody else is switched.
-        last: likewise where all others are. Both are the value where players do not interact.
+        last: the same change where all others are. Both are the value where players do not interact.
     """
 
     SECTION = "Shapley values"
@@ -209,7 +210,7 @@ class Shapley(Record):
     interval: Band
     sampling: Floats
     total: float = column("change of the outcome with all players switched: the sum of all values", key="everybody")
-    total_interval: Scalar = column("over samples", key="everybody_interval")
+    total_interval: OptionalInterval = column("over samples", key="everybody_interval")
     permutations: int = column("orders drawn, reverses included; 0: all subsets were measured")
     coalitions: int = column("coalitions that were measured for the values")
     per_sample: Floats
@@ -247,11 +248,11 @@ class GreedyStep(Record):
     first: str = column("the player that the first half of the samples adds", heading="first half\nadds")
     second: str = column("the player that the second half adds", heading="second half\nadds")
     chosen: float = column(
-        "change on the samples that chose the players", heading="#chosen\n(flatters)", text=hundredths
+        "change on the samples that chose the players", heading="#chosen\n(flatters)", text=_format_percent
     )
-    chosen_interval: Scalar = interval()
-    judged: float = column("change on the samples that did not", heading="#judged", text=hundredths)
-    judged_interval: Scalar = interval()
+    chosen_interval: OptionalInterval = interval()
+    judged: float = column("change on the samples that did not", heading="#judged", text=_format_percent)
+    judged_interval: OptionalInterval = interval()
 
 
 @record
@@ -279,12 +280,12 @@ class Greedy(Record):
         return [[self.names[index] for index in path] for path in self.paths]
 
     @derived()
-    def chosen_intervals(self) -> list[Scalar]:
+    def chosen_intervals(self) -> list[OptionalInterval]:
         """Intervals of `chosen`, over samples."""
         return [interval_at(self.chosen_interval, count) for count in range(len(self.chosen))]
 
     @derived()
-    def judged_intervals(self) -> list[Scalar]:
+    def judged_intervals(self) -> list[OptionalInterval]:
         """Intervals of `judged`, over samples."""
         return [interval_at(self.judged_interval, count) for count in range(len(self.judged))]
 
@@ -305,20 +306,23 @@ class Greedy(Record):
 
 
 def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> Shapley:
-    """Return values from drawn orders; from all subsets where they are None."""
+    """Return the Shapley values from drawn orders, or from all subsets where `orders` is None."""
     players = len(measured.game.players)
     everybody = measured.game.all_players
-    passed = coalition.needed(players, orders)
+    passed = coalition.required_coalitions(players, orders)
     values = coalition_outcomes(measured, passed, outcome)
     baseline = values[frozenset[int]()]
     if orders is None:
-        per_sample, sampling = coalition.exact(values, players), np.zeros(players)
+        per_sample, sampling = coalition.exact_values(values, players), np.zeros(players)
     else:
-        each = coalition.marginals(values, orders)
-        per_sample, sampling = each.mean(axis=0), sampling_error(each, scale(baseline, outcome))
+        each = coalition.marginal_contributions(values, orders)
+        per_sample, sampling = each.mean(axis=0), sampling_error(each, change_divisor(baseline, outcome))
     value, value_interval = change(per_sample, baseline, outcome)
     total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
-    alone, last = (Shift.of(end(values, players), baseline, outcome) for end in (coalition.alone, coalition.last))
+    alone, last = (
+        Shift.of(end(values, players), baseline, outcome)
+        for end in (coalition.first_contributions, coalition.last_contributions)
+    )
     return Shapley(
         names=tuple(map(str, measured.game.players)),
         value=value,
@@ -334,12 +338,12 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
     )
 
 
-def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[Path]) -> Greedy:
-    """Return the curves of two paths, which choose on one half of the samples and are judged on the other."""
+def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[GreedyPath]) -> Greedy:
+    """Return the greedy curves of two paths, each chosen on one half of the samples and judged on the other."""
     baseline = measured.coalition(frozenset(), outcome)
 
     def value(coalition: Coalition, indices: NDArray[np.int64]) -> Floats:
-        return measured.only(indices).coalition(coalition, outcome)
+        return measured.select(indices).coalition(coalition, outcome)
 
     chosen, judged = coalition.greedy_curves(paths, value, len(baseline))
     first, second = (change(curve - baseline, baseline, outcome) for curve in (chosen, judged))
@@ -352,17 +356,17 @@ def sampling_error(each: Floats, unit: float) -> Floats:
 
     Student's t of the pairs' means, whose sums over samples are divided by `unit`.
     """
-    pairs = coalition.by_pair(each.sum(axis=-1)) / (unit if unit else np.nan)
+    pairs = coalition.pair_means(each.sum(axis=-1)) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
 
 @record
 class NamedMixture(Record):
-    """One mixture against the baseline's kept sets everywhere.
+    """One named mixture against the baseline's kept sets everywhere.
 
     Attributes:
-        mixture: who has which kept set.
+        mixture: whose kept set each layer or head has.
     """
 
     SECTION = "mixture"
@@ -378,15 +382,15 @@ class NamedMixture(Record):
     drift_ratio: float = column(
         "Σ over samples of the last layer's drift over the baseline's", heading="#last layer's\ndrift"
     )
-    drift_ratio_interval: Scalar = interval()
+    drift_ratio_interval: OptionalInterval = interval()
     kl_median: float = column(
-        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL", text=text.significant
+        "KL(full ‖ evicted) of the next token, median over samples", unit="nat", heading="#KL", text=text.three_digits
     )
-    kl_median_interval: Scalar = interval()
+    kl_median_interval: OptionalInterval = interval()
     top1: float = column("share of samples whose next token is the full run's", unit="share")
     score: float = column("of the answers, mean; null where no answers were generated", unit="share", heading="#score")
     score_change: float = column("score over the baseline's, a difference")
-    score_change_interval: Scalar = interval()
+    score_change_interval: OptionalInterval = interval()
 
     @derived(key="mixture")
     def letters(self) -> str:
@@ -398,8 +402,8 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
     """Return the comparison of a mixture with the baseline; equal kept sets are ties (METHOD: the protocol, 4)."""
     none = measured.game.baseline_everywhere
     first = measured.heads(none)
-    second = np.where(_same(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
-    floors, norms = (measured.of_heads(kind) for kind in ("head_floors", "head_norms"))
+    second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
+    floors, norms = (measured.head_values(kind) for kind in ("head_floors", "head_norms"))
     drift, drift_interval = _mixture_change(measured, mixture, "drift")
     score_change, score_interval = _mixture_change(measured, mixture, "score")
     kl, kl_interval = median_kl(measured, mixture)
@@ -409,7 +413,7 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
         cache_share=measured.cache_share(mixture),
         heads=compare_kind(first, second, floors, norms, np.zeros(first.shape[1:], dtype=bool)),
         drift_ratio=drift + 1,
-        drift_ratio_interval=_shifted(drift_interval),
+        drift_ratio_interval=_ratio_interval(drift_interval),
         kl_median=kl,
         kl_median_interval=kl_interval,
         top1=float(measured.outcome(mixture, "top1").mean()),
@@ -419,13 +423,13 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
     )
 
 
-def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, Scalar]:
+def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, OptionalInterval]:
     """Return the median over samples of a mixture's KL, with its interval."""
-    each = measured.outcome(mixture, "kl")[:, None]
-    return float(np.median(each)), interval_at(intervals.of_medians(each), 0)
+    each = measured.outcome(mixture, "kl")
+    return float(np.median(each)), intervals.of_median(each)
 
 
-def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, Scalar]:
+def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, OptionalInterval]:
     baseline = measured.outcome(measured.game.baseline_everywhere, outcome)
     if np.isnan(baseline).any():
         return float("nan"), None
@@ -433,13 +437,13 @@ def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -
     return float(value[0]), interval_at(ends, 0)
 
 
-def _shifted(interval: Scalar) -> Scalar:
-    """Return an interval of a ratio out of that of a change."""
+def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
+    """Return the interval of a ratio from that of a change."""
     return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)
 
 
-def _same(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
-    """Return (sample, layer, head) True where the head's set and all of earlier layers are the baseline's."""
+def _equal_sets(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
+    """Return (sample, layer, head) True where the head's kept set and all of earlier layers equal the baseline's."""
     treated = np.array(mixture.layers)
     equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
     equal = np.repeat(equal, heads // equal.shape[-1], axis=-1)

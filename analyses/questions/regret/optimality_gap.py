@@ -17,34 +17,33 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, interval, record
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import counted, short_names
+from perturbkv.analyses.pairing import plural, short_names
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import half_share, ratio
-from perturbkv.analyses.stats.intervals import RATIO, Kind, Scalar
-from perturbkv.analyses.text import interval_at
+from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, StatisticKind
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.optimum import chain
 from perturbkv.optimum.search import PREFIX, PROMPT, FoundSets
 
 _NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
-"""L over that of the best known set."""
+"""L over that of the best known set: never below 1."""
 _ROUNDING = 1e-9
 """Share of the largest L of a head's sets below which the best one's is rounding."""
 _SAME = 1e-9
-"""Two values of L this near are equal."""
+"""Two values of L that differ by a smaller share are equal."""
 
 
 @record
 class Factor(Record):
-    """A geometric mean over heads, then over samples; NaN where nothing is defined."""
+    """A factor of L: geometric mean over heads, then over samples; NaN where it is not defined."""
 
     value: float = column("L over L")
-    interval: Scalar = column("over samples")
+    interval: OptionalInterval = column("over samples")
 
 
 def _factor_text(factor: Factor) -> str:
-    return text.decimal(factor.value, factor.interval, apart="\n")
+    return text.decimal(factor.value, factor.interval, separator="\n")
 
 
 @record
@@ -57,11 +56,11 @@ class OptimalityGap(Record):
     heads: int = column("heads that it is of, those of all samples together")
     samples: int = column("samples that have one of these heads; of one alone there are no intervals")
     sum_ratio: float = column("Σ of isolated L over that of the best known sets", heading="#Σ of all\nheads")
-    sum_ratio_interval: Scalar = interval()
+    sum_ratio_interval: OptionalInterval = interval()
     median_ratio: float = column(
         "L over the best's of each sample's median head, the median over samples", heading="#median\nhead"
     )
-    median_ratio_interval: Scalar = interval()
+    median_ratio_interval: OptionalInterval = interval()
     half: float = column(
         "the smallest share of heads that carries half of Σ L", unit="share", heading="#half of Σ\nin heads"
     )
@@ -83,13 +82,13 @@ class OptimalityGap(Record):
 
     @property
     def decomposed(self) -> bool:
-        """Whether the parts of the factor are known."""
+        """True where the parts of the factor are known."""
         return not np.isnan(self.query.value)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one sample.
+    """The heads of one sample whose best known set loses more than rounding.
 
     Attributes:
         methods: (method, head) isolated L of every set.
@@ -101,7 +100,7 @@ class Heads:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
-        """Return the heads whose best known L is more than rounding."""
+        """Return the heads from the rows of a search, without those whose best known L is rounding."""
         values = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
         best = np.array([row["best"] for row in rows], dtype=np.float64)
         lossy = best > _ROUNDING * values.max(axis=0, initial=0)
@@ -118,17 +117,19 @@ def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequ
     sums = np.array([(one.methods[index].sum(), one.best.sum()) for one in samples])
     medians = np.array([np.median(one.methods[index] / one.best) for one in samples])
     methods = _chain(configs, index)
-    parts = [_steps(sample, methods) for sample in samples]
+    parts = [_log_factors(sample, methods) for sample in samples]
     return OptimalityGap(
         config=configs[index],
         heads=sum(one.best.size for one in samples),
         samples=len(samples),
         sum_ratio=float(ratio(*sums.sum(axis=0))),
-        sum_ratio_interval=intervals.scalar(lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW),
+        sum_ratio_interval=intervals.of_statistic(
+            lambda weights: ratio(*(weights @ sums).T), len(samples), _NEVER_BELOW
+        ),
         median_ratio=float(np.median(medians)),
-        median_ratio_interval=interval_at(intervals.of_medians(medians[:, None]), 0),
+        median_ratio_interval=intervals.of_median(medians),
         half=half_share(np.concatenate([one.methods[index] for one in samples])),
-        factor=_factor([_logs(one.methods[index], one.best) for one in samples], _NEVER_BELOW),
+        factor=_factor([_mean_log_ratio(one.methods[index], one.best) for one in samples], _NEVER_BELOW),
         form=_factor([part[0] for part in parts]),
         query=_factor([part[1] for part in parts]),
         criterion=_factor([part[2] for part in parts], _NEVER_BELOW),
@@ -141,30 +142,30 @@ def _chain(configs: Sequence[EvictionConfig], index: int) -> list[int] | None:
     return [configs.index(link) for link in links if link is not None] if set(links) <= set(configs) else None
 
 
-def _steps(sample: Heads, methods: Sequence[int] | None) -> list[float]:
+def _log_factors(sample: Heads, methods: Sequence[int] | None) -> list[float]:
     """Return the mean log of each factor over a sample's heads; NaN without a chain."""
     if methods is None:
         return [float("nan")] * 3
     values = [*(sample.methods[index] for index in methods), sample.best]
-    return [_logs(above, below) for above, below in pairwise(values)]
+    return [_mean_log_ratio(above, below) for above, below in pairwise(values)]
 
 
-def _logs(above: Floats, below: Floats) -> float:
+def _mean_log_ratio(above: Floats, below: Floats) -> float:
     """Return the mean over heads of log(above / below)."""
     return float(np.log(above / below).mean())
 
 
-def _factor(logs: Sequence[float], kind: Kind = RATIO) -> Factor:
+def _factor(logs: Sequence[float], kind: StatisticKind = RATIO) -> Factor:
     each = np.array(logs)
     if np.isnan(each).any():
         return Factor(float("nan"), None)
-    ends = intervals.scalar(lambda weights: np.exp(weights @ each), len(each), kind)
+    ends = intervals.of_statistic(lambda weights: np.exp(weights @ each), len(each), kind)
     return Factor(float(np.exp(each.mean())), ends)
 
 
 @record
 class SearchedPart(Record):
-    """The searches of one budget on whole prompts, or those on prefixes.
+    """The searches on whole prompts at one budget, or those on prefixes.
 
     Attributes:
         configs: the methods at this part's budget.
@@ -202,7 +203,7 @@ class SearchedPart(Record):
         return [name or str(config.selection) for name, config in zip(names, self.configs, strict=True)]
 
     def principal(self) -> list[int]:
-        """Return the indices of the methods whose parts are known and that are no part of another's chain.
+        """Return the indices of the methods whose factor is decomposed and that are no link of another's chain.
 
         Where there is none, those of all methods that do not know the query.
         """
@@ -211,12 +212,12 @@ class SearchedPart(Record):
             for index, each in enumerate(self.methods)
             if each.config.selection.name not in chain.KNOWN_QUERY_SELECTIONS
         ]
-        own = [index for index in free if self._has_chain(self.methods[index])]
-        return own or free
+        decomposed = [index for index in free if self._has_chain(self.methods[index])]
+        return decomposed or free
 
     def summary(self) -> str:
         """Return how many heads were searched, and how sure their best sets are."""
-        clauses = [f"{self.name}: {counted(self.heads, 'head')} searched, no swap helps any more in {self.settled}"]
+        clauses = [f"{self.name}: {plural(self.heads, 'head')} searched, no swap helps any more in {self.settled}"]
         if self.tried:
             unproven = self.tried - self.closed
             clauses.append(f"the best set is proven in {self.closed} of {self.tried}, where swaps alone had reached it "
@@ -224,7 +225,7 @@ class SearchedPart(Record):
             if unproven:
                 clauses.append(f"of {unproven} not proven the bound is up to {text.percent(self.gap)} lower")
         if self.left_out:
-            clauses.append(f"{counted(self.left_out, 'head')} left out, whose best set loses nothing but rounding")
+            clauses.append(f"{plural(self.left_out, 'head')} left out, whose best set loses nothing but rounding")
         return "; ".join(clauses) + "."
 
     @staticmethod

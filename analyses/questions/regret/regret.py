@@ -7,9 +7,9 @@ from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
-from perturbkv.analyses.identity import RunIdentity, of_run
-from perturbkv.analyses.json_values import columns_of
-from perturbkv.analyses.pairing import common, counted
+from perturbkv.analyses.identity import RunIdentity, run_identity
+from perturbkv.analyses.json_values import config_columns
+from perturbkv.analyses.pairing import common, plural
 from perturbkv.analyses.questions.regret.optimality_gap import OptimalityGap, SearchedPart, searched_parts
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import factor, sample_note, sentence
@@ -54,7 +54,7 @@ class Regret(Result):
     searches: SearchSettings = column("how heads were searched")
 
     def conclusion(self) -> str:
-        """Return by which factor each method misses the best known set, and how much of it is the query's."""
+        """Return each method's factor over the best known set, and how much of it is not knowing the query."""
         part = self.parts[0] if self.parts else None
         methods = [] if part is None else [part.methods[index] for index in part.principal() if part.methods]
         if part is None or not methods:
@@ -80,10 +80,6 @@ class Regret(Result):
             for part in self.parts
             for line in _method_lines(part.name, part, range(len(part.methods)), part.methods)
         ]
-
-    def tables(self) -> Sequence[Part]:
-        """Return the table, where heads were searched that lose anything."""
-        return [self.table()] if self._known() else []
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
@@ -114,7 +110,7 @@ class Regret(Result):
         """Return a row per sample, part, head and method: L1, the best known, the bound below which no set lies."""
         return [
             {
-                **columns_of(config), "sample": sample, "part": part.part,
+                **config_columns(config), "sample": sample, "part": part.part,
                 "layer": self.identity.layer(row["layer"]), "head": row["head"],
                 "perturbation": row["perturbation"][index],
                 **{name: row[name] for name in ("kept", "improved", "best", "lower", "closed", "settled")},
@@ -150,7 +146,7 @@ class Regret(Result):
 def regret_of(sets: FoundSets) -> Regret:
     """Return the optimality gap of every method (METHOD: the quantities): isolated L1 over the best known set's."""
     return Regret(
-        identity=of_run(sets.run, sets.made_with, len(sets.rows), "sets", sets.digest),
+        identity=run_identity(sets.run, sets.made_with, len(sets.rows), "sets", sets.digest),
         samples=tuple(str(row["sample"]) for row in sets.rows),
         parts=searched_parts(sets),
         searches=SearchSettings(**sets.asked),
@@ -158,8 +154,8 @@ def regret_of(sets: FoundSets) -> Regret:
 
 
 def _method_lines(name: str, part: SearchedPart, chosen: Sequence[int], methods: Sequence[OptimalityGap]) -> list[Line]:
-    """Return a line that says what heads these are and how many, and a line per method; none without methods."""
-    heads = [Line(f"{name}: {counted(methods[0].heads, 'head')}", ())] if methods else []
+    """Return a heading with the number of heads, then a line per method; none without methods."""
+    heads = [Line(f"{name}: {plural(methods[0].heads, 'head')}", ())] if methods else []
     return [*heads, *(Line(part.names[index], (methods[index],)) for index in chosen)]
 
 

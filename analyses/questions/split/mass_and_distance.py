@@ -1,4 +1,4 @@
-"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head, and what a stored mean of the evicted entries wins back.
+"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head, and how much a stored mean of the evicted entries recovers.
 
 A head loses by how much attention goes, 1 − S, and by how unlike the rest it is, D = ‖μ_gone − μ_kept‖₁ (METHOD: the
 split). Corrected configurations are compared with the same uncorrected.
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import with_floor
+from perturbkv.analyses.heads.head_comparison import perturbation_and_floor
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, divergence
-from perturbkv.analyses.pairing import OfPair, common
+from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, next_token_kl
+from perturbkv.analyses.pairing import PairRecord, common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, Kind, Scalar, share_of
+from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, OptionalInterval, StatisticKind, share_kind
 from perturbkv.analyses.verdicts import equal_isolated, verdicts
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -30,11 +30,11 @@ from perturbkv.configs.precision import NONE, ORACLE
 from perturbkv.trace import Trace
 
 ANALYSIS = "split"
-WHOLE = 1e-12
+_LEAST_MASS = 1e-12
 """Smaller 1 − S are what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
 _EQUAL = 1e-9
 """Logarithms of ratios up to here are rounding: the two heads are equal."""
-SIGNED = Kind(RATIO.freedom)
+SIGNED = StatisticKind(RATIO.freedom)
 """Parts of a variance, one of which can be negative: as uncertain as a ratio, on the plain scale."""
 
 
@@ -62,14 +62,14 @@ class Parts:
 
 
 def parts(measured: Measurements, config: EvictionConfig) -> Parts:
-    """Return the parts of one configuration, without heads of which 1 − S is rounding, or L below its noise floor.
+    """Return the parts of one configuration; NaN for heads whose 1 − S is rounding, or L below its noise floor.
 
     Raises TraceError for what the trace lacks.
     """
     index = measured.index(config)
-    loss, floor = with_floor(measured, "isolated", "l1")
+    loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     mass = 1 - measured["retained_mass"][:, index]
-    there = (mass > WHOLE) & (loss[:, index] > floor)
+    there = (mass > _LEAST_MASS) & (loss[:, index] > floor)
     logs = (np.log(np.where(there, part, np.nan)) for part in (loss[:, index], mass))
     return Parts(*logs)
 
@@ -82,17 +82,17 @@ class Spread(Record):
 
     config: EvictionConfig = column("an uncorrected configuration")
     deviation: float = column("standard deviation of log L over a sample's heads", heading="#sd of\nlog L")
-    deviation_interval: Scalar = interval()
+    deviation_interval: OptionalInterval = interval()
     mass: float = column("Var(log(1 − S)) over Var(log L)", unit="share", heading="#Var\nlog(1−S)")
-    mass_interval: Scalar = interval()
+    mass_interval: OptionalInterval = interval()
     difference: float = column("Var(log D) over Var(log L)", unit="share", heading="#Var\nlog D")
-    difference_interval: Scalar = interval()
+    difference_interval: OptionalInterval = interval()
     both: float = column("2 Cov over Var(log L): with the other two it makes 1", unit="share", heading="#2 Cov")
-    both_interval: Scalar = interval()
+    both_interval: OptionalInterval = interval()
     by_mass: float = column("`mass` and half of `both`", unit="share", heading="#by mass")
-    by_mass_interval: Scalar = interval()
+    by_mass_interval: OptionalInterval = interval()
     correlation: float = column("Pearson's correlation of log(1 − S) and log D over heads")
-    correlation_interval: Scalar = interval()
+    correlation_interval: OptionalInterval = interval()
     heads: int = column("heads of all samples that these are of")
     left_out: int = column("heads of which nothing goes, or too little to tell from rounding")
 
@@ -133,7 +133,7 @@ def _mean(per_sample: Floats) -> float:
 
 
 @record
-class Contest(OfPair, Record):
+class Contest(PairRecord, Record):
     """One configuration over another of the same budget: L's ratio is the product of the other two, exactly."""
 
     SECTION = "split contest"
@@ -141,21 +141,21 @@ class Contest(OfPair, Record):
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
     loss: float = column("L, isolated, over the baseline's: geometric mean of heads, then of samples", heading="#L")
-    loss_interval: Scalar = interval()
+    loss_interval: OptionalInterval = interval()
     mass: float = column("1 − S over the baseline's, likewise; `loss` is `mass` times `difference`", heading="#1 − S")
-    mass_interval: Scalar = interval()
+    mass_interval: OptionalInterval = interval()
     difference: float = column("D over the baseline's, likewise", heading="#D")
-    difference_interval: Scalar = interval()
+    difference_interval: OptionalInterval = interval()
     mass_falls: float = column(
         "share of heads whose 1 − S is below the baseline's, mean over samples", unit="share",
         heading="#heads where\n1−S falls",
     )  # fmt: skip
-    mass_falls_interval: Scalar = interval()
+    mass_falls_interval: OptionalInterval = interval()
     difference_falls: float = column(
         "share of heads whose D is below the baseline's, mean over samples", unit="share",
         heading="#heads where\nD falls",
     )  # fmt: skip
-    difference_falls_interval: Scalar = interval()
+    difference_falls_interval: OptionalInterval = interval()
     heads: int = column("heads of all samples in which both sides lose something")
     left_out: int = column("the other heads")
 
@@ -173,7 +173,7 @@ def contest(measured: Measurements, baseline: EvictionConfig, treatment: Evictio
         for name in ("loss", "mass", "difference")
     }
     numbers = {name: _geometric(each) for name, each in logs.items()}
-    numbers |= {f"{name}_falls": _falling(logs[name], known) for name in ("mass", "difference")}
+    numbers |= {f"{name}_falls": _falling_share(logs[name], known) for name in ("mass", "difference")}
     shown: dict[str, Any] = {name: number for name, (number, _) in numbers.items()}
     shown |= {f"{name}_interval": interval for name, (_, interval) in numbers.items()}
     heads = int(known.sum())
@@ -187,21 +187,21 @@ def _by_sample(each: Floats) -> Floats:
     return np.asarray(np.nanmean(flat, axis=1))
 
 
-def _geometric(logs: Floats) -> tuple[float, Scalar]:
+def _geometric(logs: Floats) -> tuple[float, OptionalInterval]:
     """Return the exponential of the mean over samples of each one's mean over heads."""
     each = _by_sample(logs)
     if not len(each):
         return float("nan"), None
-    interval = intervals.scalar(lambda weights: np.exp(weights @ each), len(each), RATIO)
+    interval = intervals.of_statistic(lambda weights: np.exp(weights @ each), len(each), RATIO)
     return float(np.exp(each.mean())), interval
 
 
-def _falling(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Scalar]:
+def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, OptionalInterval]:
     """Return the mean over samples of each one's share of heads whose ratio is below 1."""
     each = _by_sample(np.where(known, logs < -_EQUAL, np.nan))
     if not len(each):
         return float("nan"), None
-    return float(each.mean()), intervals.of_mean(each, share_of(logs[0].size))
+    return float(each.mean()), intervals.of_mean(each, share_kind(logs[0].size))
 
 
 @record
@@ -215,11 +215,11 @@ class Prediction(Record):
         key="isolated",
         heading="#isolated\n/ oracle",
     )
-    isolated_cost_interval: Scalar = column("over samples", key="isolated_interval")
+    isolated_cost_interval: OptionalInterval = column("over samples", key="isolated_interval")
     propagated_cost: float = column(
         "propagated L1 over the oracle's, likewise", key="propagated", heading="#propagated\n/ oracle"
     )
-    propagated_cost_interval: Scalar = column("over samples", key="propagated_interval")
+    propagated_cost_interval: OptionalInterval = column("over samples", key="propagated_interval")
 
 
 @record
@@ -231,12 +231,12 @@ class Row(Outcome):
     kl_ratio: float = column(
         "mean KL over the uncorrected one's mean, which single samples can carry", heading="#mean KL\nover none"
     )
-    kl_ratio_interval: Scalar = interval()
+    kl_ratio_interval: OptionalInterval = interval()
     kl_falls: float = column(
         "share of samples whose KL is below the baseline's by more than two noise floors", unit="share",
         heading="#prompts of\nless KL",
     )  # fmt: skip
-    kl_falls_interval: Scalar = column("exact")
+    kl_falls_interval: OptionalInterval = column("exact")
     prediction: Prediction | None = column(
         "against the oracle; null where the trace holds none, and of the oracle itself"
     )
@@ -285,11 +285,9 @@ def _corrected(trace: Trace, config: EvictionConfig) -> list[EvictionConfig]:
 
 
 def _setting(measured: Measurements, config: EvictionConfig, corrected: Sequence[EvictionConfig], step: int) -> Setting:
-    kl = divergence(measured.trace, ANALYSIS, config, step)
     return Setting(
         baseline=config,
-        kl_median=kl.median,
-        kl_median_interval=kl.interval,
+        **next_token_kl(measured.trace, ANALYSIS, config, step),
         rows=tuple(_row(measured, config, one, corrected, step) for one in corrected),
         identity=identity(measured.trace, [config, *corrected], step),
     )
@@ -305,7 +303,9 @@ def _row(
     trace = measured.trace
     oracles = [other for other in corrected if other.correction.name == ORACLE and other != treatment]
     prediction = _prediction(trace, oracles[0], treatment, step) if oracles else None
-    return Row.of(trace, ANALYSIS, config, treatment, step, **_kl(measured, config, treatment), prediction=prediction)
+    return Row.compare(
+        trace, ANALYSIS, config, treatment, step, **_kl(measured, config, treatment), prediction=prediction
+    )
 
 
 def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig, step: int) -> Prediction:
@@ -319,7 +319,7 @@ def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig,
 
 
 def _kl(measured: Measurements, config: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
-    """Return mean KL over the uncorrected mean, and in which share of samples it is lower by more than noise."""
+    """Return mean KL over the uncorrected one's mean, and the share of samples in which KL is lower beyond noise."""
     first, second = (measured["logit_kl"][:, measured.index(side)] for side in (config, treatment))
     falls = verdicts(first, second, measured["logit_kl_noise_floor"]) == 1
 
@@ -328,7 +328,7 @@ def _kl(measured: Measurements, config: EvictionConfig, treatment: EvictionConfi
 
     return {
         "kl_ratio": float(ratio(second.mean(), first.mean())),
-        "kl_ratio_interval": intervals.scalar(total, len(first), RATIO),
+        "kl_ratio_interval": intervals.of_statistic(total, len(first), RATIO),
         "kl_falls": float(falls.mean()),
-        "kl_falls_interval": intervals.of_samples(falls),
+        "kl_falls_interval": intervals.of_share(falls),
     }

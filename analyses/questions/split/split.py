@@ -11,7 +11,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import Pair, common, matches, pairs, short_names, side_names
 from perturbkv.analyses.questions.split.mass_and_distance import (
@@ -84,7 +84,7 @@ class Split(Result):
             return sentence(f"no configuration loses anything in any head: nothing goes, or too little ({note})")
         corrected = [f"{clause} (propagated)" for clause in self._comparisons()[:1]]
         contests = self.contest_texts() if len(self.contests_by_sides()) == 1 and not corrected else []
-        return sentence(f"{'; '.join([self._spread_text(), *contests, *corrected])} ({note})")
+        return sentence(f"{'; '.join([self._spread_clause(), *contests, *corrected])} ({note})")
 
     def title(self) -> str:
         """Return the equation, and the choices that all configurations share."""
@@ -131,7 +131,7 @@ class Split(Result):
         return [
             row
             for one, own in zip(self.spreads, self.parts, strict=True)
-            for row in _by_head(one.config, own, self.identity)
+            for row in _head_records(one.config, own, self.identity)
         ]
 
     def verdicts(self) -> list[str]:
@@ -155,11 +155,11 @@ class Split(Result):
         return {name: [row.propagated.case(where) for where, row in rows] for name, rows in self._by_correction()}
 
     def contest_texts(self) -> list[str]:
-        """Return by how much the typical head's L differs, and by which factor, a clause per two sides."""
+        """Return the ratio of the typical head's L and of its two factors, a clause per pair of sides."""
         return [_contest_text(*sides, contests) for sides, contests in self.contests_by_sides().items()]
 
     def correction_texts(self) -> list[str]:
-        """Return what each correction does to propagated perturbation and to KL, a clause each."""
+        """Return the effect of each correction on propagated perturbation and on KL, a clause each."""
         return [
             f"{clause} (propagated), and lowers KL in {_kl_text(rows)}"
             for clause, (_, rows) in zip(self._comparisons(), self._by_correction(), strict=True)
@@ -168,10 +168,10 @@ class Split(Result):
     def _comparisons(self) -> list[str]:
         return [comparison(name, "no correction", cases) for name, cases in self.correction_cases().items()]
 
-    def _spread_text(self) -> str:
+    def _spread_clause(self) -> str:
         """Return 'how much goes explains 81 % … to 84 % … of what makes heads differ, 44 % … with random (control)'.
 
-        Before it which of both explains more, where that is decided.
+        The clause begins with which of both explains more, where that is decided.
         """
         known, verdicts = self._known(), self.verdicts()
         if not known:
@@ -183,11 +183,11 @@ class Split(Result):
         return f"{whole}, {_shares(controls)} with {_CONTROL} (control)" if methods and controls else whole
 
     def _known(self) -> list[tuple[str, Spread]]:
-        """Return the spreads that are numbers, by the names of their configurations."""
+        """Return the spreads that are not NaN, with the names of their configurations."""
         return [pair for pair in zip(self._names(), self.spreads, strict=True) if not isnan(pair[1].by_mass)]
 
     def _names(self) -> list[str]:
-        """Return what tells the configurations apart; of a single one its selection."""
+        """Return the short names of the configurations; for a single one its selection."""
         names = short_names([spread.config for spread in self.spreads])
         return [name or one.config.selection.name for name, one in zip(names, self.spreads, strict=True)]
 
@@ -235,7 +235,7 @@ def _kl_text(rows: Sequence[tuple[str, Row]]) -> str:
 
 
 def _correction_tables(name: str, setting: Setting) -> list[Part]:
-    """Return what corrections do to heads, and to the drift and the next token."""
+    """Return the tables of corrections: perturbation of heads, drift, and the next token."""
     heads = ("isolated_ratio", "propagated_ratio", "better_share", "isolated_cost", "propagated_cost")
     output = ("drift_ratio", "kl_median", "kl_ratio", "kl_falls")
     lines = setting.lines()
@@ -279,7 +279,7 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
     """
     measured = Measurements(trace, ANALYSIS, step)
     sides = _sides(trace.run) if compare is None else [compare] if isinstance(compare, str) else list(compare)
-    shown = _shown(trace.run, sides)
+    shown = _configs_of_sides(trace.run, sides)
     each = tuple(parts(measured, config) for config in shown)
     contests = tuple(contest(measured, *pair) for pair in _pairs(trace.run, sides))
     corrections = settings(measured, shown, step)
@@ -294,8 +294,8 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
     )
 
 
-def _alone(run: RunConfig) -> list[EvictionConfig]:
-    """Return the configurations of which the split is exact. Raises TraceError where there is none."""
+def _uncorrected(run: RunConfig) -> list[EvictionConfig]:
+    """Return the uncorrected configurations, for which the split is exact. Raises TraceError where there is none."""
     alone = [config for config in run.configs if config.only_evicts]
     if not alone:
         msg = (
@@ -307,8 +307,8 @@ def _alone(run: RunConfig) -> list[EvictionConfig]:
 
 
 def _sides(run: RunConfig) -> list[str]:
-    """Return every policy and selection that evicts alone, one that takes attention first where there is one."""
-    alone = _alone(run)
+    """Return the name of every side that evicts without correction; the one with selection `attention` first."""
+    alone = _uncorrected(run)
     several = len({one.policy.name for one in alone}) > 1
     names = [
         one.policy.name
@@ -322,9 +322,9 @@ def _sides(run: RunConfig) -> list[str]:
     return list(dict.fromkeys([*first[:1], *names]))
 
 
-def _shown(run: RunConfig, sides: Sequence[str]) -> list[EvictionConfig]:
-    """Return what evicts alone of these sides, in the run's order. Raises TraceError for a side that is not there."""
-    alone = _alone(run)
+def _configs_of_sides(run: RunConfig, sides: Sequence[str]) -> list[EvictionConfig]:
+    """Return the sides' uncorrected configurations, in the run's order. Raises TraceError for a side without any."""
+    alone = _uncorrected(run)
     for side in sides:
         if not any(matches(config, side) for config in alone):
             names = ", ".join(dict.fromkeys(f"{one.policy.name}:{one.selection.name}" for one in alone))
@@ -334,19 +334,19 @@ def _shown(run: RunConfig, sides: Sequence[str]) -> list[EvictionConfig]:
 
 
 def _pairs(run: RunConfig, sides: Sequence[str]) -> list[Pair]:
-    """Return each later side with the first, wherever the run holds both alike; none where nothing is attention's."""
+    """Return the pairs of the first side, as baseline, with each later one; none where there is one side."""
     baseline, *treatments = sides
     chosen = [pair for side in treatments for pair in pairs(run, baseline, side)]
     return [pair for pair in chosen if all(one.only_evicts for one in pair)]
 
 
-def _by_head(config: EvictionConfig, own: Parts, run: RunIdentity) -> list[dict[str, Any]]:
+def _head_records(config: EvictionConfig, own: Parts, run: RunIdentity) -> list[dict[str, Any]]:
     numbers = {"isolated": own.loss, "gone_mass": own.mass, "gone_distance": own.difference}
     samples = own.known.sum(axis=0)
     means = {name: np.nansum(logs, axis=0) / np.maximum(samples, 1) for name, logs in numbers.items()}
     return [
         {
-            **columns_of(config),
+            **config_columns(config),
             "layer": run.layer(layer),
             "head": head,
             "samples": int(samples[layer, head]),

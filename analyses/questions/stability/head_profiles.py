@@ -12,7 +12,7 @@ from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.horizon.growth import KINDS, LEAST_STEPS, Steps, by_step
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import folded, matches, of_selection
+from perturbkv.analyses.pairing import fold, matches, side_indices
 from perturbkv.analyses.questions.stability.rank_reliability import (
     DepthProfile,
     RankAgreement,
@@ -41,7 +41,7 @@ _BY = "by"
 
 
 def resolve(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig | None:
-    """Return the only configuration of those that match a side, or the only plain one; None where there is none.
+    """Return the only configuration that matches a side, or the only plain one of several; None where there is none.
 
     A plain one evicts alone, uncorrected and in full precision, with no option that is not at its default but those of
     the side: `two-stage` beside `two-stage(norm=l2)` is the first, `two-stage(norm=l2)` the second.
@@ -51,13 +51,13 @@ def resolve(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig | N
 
 
 def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig:
-    """Return what `resolve` does. Raises ConfigError where that is None, with names that are resolved, if any are."""
+    """Return the configuration of `resolve`. Raises ConfigError where it is None, with names that would do, if any."""
     if (config := resolve(matching, side)) is not None:
         return config
     every = dict.fromkeys(f"{config.policy}:{config.selection}" for config in matching)
     names = [name for name in every if resolve([one for one in matching if matches(one, name)], name) is not None]
     if names:
-        msg = f"'{side}' means one of {len(matching)} configurations; say which: {_quoted(names)}"
+        msg = f"'{side}' means one of {len(matching)} configurations; say which: {_quote_names(names)}"
     else:
         labels = ", ".join(config.label() for config in matching[:3])
         count = f"{len(matching)} configurations"
@@ -65,7 +65,7 @@ def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig
     raise ConfigError(msg)
 
 
-def _quoted(names: Sequence[str]) -> str:
+def _quote_names(names: Sequence[str]) -> str:
     """Return the names as a shell takes them: 'a', 'b' or 'c'."""
     *others, last = [f"'{name}'" for name in names]
     return f"{', '.join(others)} or {last}" if others else last
@@ -129,7 +129,7 @@ def choose(traces: Sequence[Trace], side: str, budget: str | None) -> list[Evict
     Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where it has several
     budgets, or the side means none of several configurations of the budget.
     """
-    matching = [[trace.run.configs[index] for index in of_selection(trace.run, side)] for trace in traces]
+    matching = [[trace.run.configs[index] for index in side_indices(trace.run, side)] for trace in traces]
     shared = _shared_budget(matching, budget)
     chosen = [_resolve(configs, side, shared) for configs in matching]
     _check_alike(chosen)
@@ -137,7 +137,7 @@ def choose(traces: Sequence[Trace], side: str, budget: str | None) -> list[Evict
 
 
 def _shared_budget(matching: Sequence[Sequence[EvictionConfig]], budget: str | None) -> Budget | None:
-    """Return the budget that is given, or the only one that all traces have; None where each has one of its own."""
+    """Return the given budget, or the only one that all traces have; None where each trace has one of its own."""
     if budget is not None:
         return Budget.parse(budget)
     budgets = [dict.fromkeys(config.budget for config in configs) for configs in matching]
@@ -224,16 +224,16 @@ def _over_steps(
 
 
 def _estimate_text(estimate: RankEstimate | Estimate | None) -> str:
-    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval, apart="\n")
+    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval, separator="\n")
 
 
 @record
 class StableTrace(Record):
-    """One trace; its maps have the keys `isolated` and `propagated`."""
+    """The stability of heads' ranks in one trace; its maps have the keys `isolated` and `propagated`."""
 
     number: int = column("its number, from 1")
-    model: str = column("of its run", heading="model", text=lambda name: folded(name, 22))
-    dataset: str = column("of its run", heading="data set", text=folded)
+    model: str = column("of its run", heading="model", text=lambda name: fold(name, 22))
+    dataset: str = column("of its run", heading="data set", text=fold)
     seed: int = column("of its run", heading="#seed", text=str)
     source: str = column("its path")
     tokens: float = column("mean entries of its prompts", heading="#tokens", text=lambda mean, _: f"{mean:,.0f}")
@@ -263,7 +263,7 @@ class StableTrace(Record):
 
     @derived(heading="#propagated", text=_estimate_text, json=False)
     def propagated(self) -> RankEstimate:
-        """The same of propagated L1."""
+        """Propagated L1: reliability of a trace's ranks of its heads; between two traces ρ of their mean ranks."""
         return self.perturbation["propagated"].split_half
 
     @derived(heading="#isolated", text=_estimate_text, json=False)
@@ -273,7 +273,7 @@ class StableTrace(Record):
 
     @derived(heading="#propagated", text=_estimate_text, json=False)
     def propagated_steps(self) -> Estimate | None:
-        """The same of propagated L1."""
+        """Propagated L1: ρ between the heads at step 0 and in the last third of the steps."""
         return self.over_steps.get("propagated")
 
     @derived(heading="#n", json=False)
@@ -289,7 +289,7 @@ class StableTrace(Record):
 
 @record
 class TracePair(Record):
-    """Two traces, by their numbers; the maps have the keys `isolated` and `propagated`."""
+    """The agreement of two traces' ranks; the maps have the keys `isolated` and `propagated`."""
 
     SECTION = "pair of traces"
 
@@ -306,7 +306,7 @@ class TracePair(Record):
 
     @derived(heading="#propagated", text=_estimate_text, json=False)
     def propagated(self) -> RankEstimate:
-        """The same of propagated L1."""
+        """Propagated L1: ρ of both traces' mean ranks; between models of their profiles over depth."""
         return self.perturbation["propagated"].rho if self.perturbation else self.depth["propagated"]
 
     @derived(heading="#propagated,\ncorrected", text=_estimate_text, json=False)
@@ -321,7 +321,7 @@ class TracePair(Record):
 
     @property
     def paired(self) -> bool:
-        """Whether prompts are left out of both traces at once."""
+        """True where prompts are left out of both traces at once."""
         return any(agreement.paired for agreement in self.perturbation.values())
 
     @property
@@ -332,7 +332,7 @@ class TracePair(Record):
 
 @dataclass(frozen=True)
 class RankedTrace:
-    """One trace with its number; kind → its heads by relative perturbation, and by gain."""
+    """A trace with its number and its heads' ranks: kind → heads by relative perturbation, and by gain."""
 
     number: int
     values: RelativePerturbation
@@ -354,7 +354,7 @@ class RankedTrace:
 
 
 def stable_trace(ranked: RankedTrace) -> StableTrace:
-    """Return the record of one trace by itself."""
+    """Return the stability of one trace's ranks."""
     values, run = ranked.values, ranked.trace.run
     shape = values.relative["propagated"].shape
     return StableTrace(
@@ -404,7 +404,7 @@ def _same_heads(first: Trace, second: Trace) -> bool:
     """Return whether two traces are of one model, and of the same layers of it."""
     shapes = {trace.arrays["output_norm"].shape[2:] for trace in (first, second)}
     models = {(trace.run.model, trace.run.revision) for trace in (first, second)}
-    layers = {identity(trace, ()).measured for trace in (first, second)}
+    layers = {identity(trace, ()).measured_layers for trace in (first, second)}
     return len(shapes) == len(models) == len(layers) == 1
 
 

@@ -30,23 +30,23 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import half_share, ratio
 from perturbkv.analyses.stats.intervals import (
     CORRELATION,
-    LEAST,
+    MIN_SAMPLES,
     POSITIVE,
     Band,
     Estimate,
     Interval,
-    Kind,
-    Scalar,
+    OptionalInterval,
+    StatisticKind,
+    estimate_mean,
     jackknife,
-    over_prompts,
-    share_of,
+    share_kind,
 )
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 
 MOST_SPLITS = 200
 WORST = 0.1
 """Share of the heads, the most perturbed ones, of which the overlap is counted."""
-_CORRECTED = Kind(3 / 8)
+_CORRECTED = StatisticKind(3 / 8)
 """A correlation that was corrected may exceed 1 by chance."""
 _SEED = 0
 
@@ -64,7 +64,7 @@ class RankEstimate(Record):
     """A rank correlation with its interval; a range of fewer than five samples, None of one."""
 
     value: float = column("a rank correlation")
-    interval: Scalar = column("over samples; of fewer than five a range of single splits, pairs or samples")
+    interval: OptionalInterval = column("over samples; of fewer than five a range of single splits, pairs or samples")
 
 
 @record
@@ -110,7 +110,7 @@ class RankedHeads:
     Attributes:
         ranks: (sample, head) from 1, ties at their mean.
         split_half: the reliability of their mean; NaN of one sample.
-        without: (sample,) the same without each sample.
+        without: (sample,) that reliability without each sample.
     """
 
     ranks: Floats
@@ -128,11 +128,11 @@ def reliability(heads: RankedHeads) -> Reliability:
     """Return the reliability of a trace's ranks of its heads."""
     tried, matrix = halves(len(heads.ranks)), between_samples(heads.ranks)
     pairs = matrix[np.triu_indices(len(matrix), 1)]
-    left = np.array([_pairwise(np.delete(rows, index, axis=1)) for index, rows in enumerate(without_each(matrix))])
-    each = np.array([brown(_of_split(heads.ranks, half)) for half in tried])
+    left = np.array([_mean_pair(np.delete(rows, index, axis=1)) for index, rows in enumerate(without_each(matrix))])
+    each = np.array([spearman_brown(_split_rho(heads.ranks, half)) for half in tried])
     return Reliability(
-        split_half=RankEstimate(heads.split_half, _of_samples(heads.split_half, heads.without, each)),
-        pairwise=RankEstimate(_pairwise(matrix), _of_samples(_pairwise(matrix), left, pairs)),
+        split_half=RankEstimate(heads.split_half, _interval_or_range(heads.split_half, heads.without, each)),
+        pairwise=RankEstimate(_mean_pair(matrix), _interval_or_range(_mean_pair(matrix), left, pairs)),
         splits=len(tried),
     )
 
@@ -142,37 +142,37 @@ def between_samples(ranks: Floats) -> Floats:
     return np.array([[float(spearman(one, other)) for other in ranks] for one in ranks])
 
 
-def _pairwise(matrix: Floats) -> float:
+def _mean_pair(matrix: Floats) -> float:
     pairs = matrix[np.triu_indices(len(matrix), 1)]
     return float(pairs.mean()) if len(pairs) else float("nan")
 
 
-def _of_samples(value: float, left: Floats, single: Floats) -> Scalar:
-    """Return the interval of a correlation without each sample; of few samples the range of `single` ones."""
+def _interval_or_range(value: float, left: Floats, single: Floats) -> OptionalInterval:
+    """Return the jackknife interval from values without each sample; of few samples the range of `single` ones."""
     if len(left) < 2:
         return None
-    if len(left) < LEAST:
+    if len(left) < MIN_SAMPLES:
         return Interval(float(single.min()), float(single.max()), "range")
-    return _jackknifed(value, left, CORRELATION)
+    return _jackknife_interval(value, left, CORRELATION)
 
 
 def split_half(ranks: Floats) -> float:
     """Return ρ between the mean ranks of two halves, mean over splits, brought to all samples; NaN of one sample."""
-    each = [_of_split(ranks, half) for half in halves(len(ranks))]
-    return brown(float(np.mean(each))) if each else float("nan")
+    each = [_split_rho(ranks, half) for half in halves(len(ranks))]
+    return spearman_brown(float(np.mean(each))) if each else float("nan")
 
 
-def _of_split(ranks: Floats, half: NDArray[np.bool_]) -> float:
+def _split_rho(ranks: Floats, half: NDArray[np.bool_]) -> float:
     return float(spearman(ranks[half].mean(axis=0), ranks[~half].mean(axis=0)))
 
 
-def brown(half: float) -> float:
-    """Return the reliability of twice as many samples (Spearman and Brown); below 0 the same with its sign."""
+def spearman_brown(half: float) -> float:
+    """Return the reliability of twice as many samples (Spearman and Brown), with the sign of `half`."""
     return 2 * half / (1 + abs(half))
 
 
 def halves(samples: int) -> list[NDArray[np.bool_]]:
-    """Return (sample,) True for the smaller half: every split, or the same 200 of more."""
+    """Return the splits as (sample,) True for the smaller half: all of them, or 200 drawn ones."""
     size, same = samples // 2, samples % 2 == 0
     if comb(samples, size) // (2 if same else 1) <= MOST_SPLITS:
         splits = [split for split in combinations(range(samples), size) if size and (not same or 0 in split)]
@@ -209,14 +209,14 @@ def rho_estimate(first: Floats, second: Floats, paired: bool) -> RankEstimate:
     value, count = rho(first, second), min(len(first), len(second))
     if count < 2:
         return RankEstimate(value, None)
-    if count < LEAST:
+    if count < MIN_SAMPLES:
         each = [rho(one[None], second) for one in first] + [rho(first, one[None]) for one in second]
         return RankEstimate(value, Interval(min(each), max(each), "range"))
-    return RankEstimate(value, _joined(value, _left(first, second, paired), CORRELATION))
+    return RankEstimate(value, _independent_interval(value, _leave_one_out(first, second, paired), CORRELATION))
 
 
-def _left(first: Floats, second: Floats, paired: bool) -> list[Floats]:
-    """Return `rho` without each pair of samples; or without each of the first's, and of the second's."""
+def _leave_one_out(first: Floats, second: Floats, paired: bool) -> list[Floats]:
+    """Return `rho` without each pair of samples, where paired; else without each of the first's and of the second's."""
     if paired:
         return [np.array([rho(*one) for one in zip(without_each(first), without_each(second), strict=True)])]
     return [np.array([rho(one, second) for one in without_each(first)]),
@@ -225,18 +225,18 @@ def _left(first: Floats, second: Floats, paired: bool) -> list[Floats]:
 
 def _corrected(measured: float, first: RankedHeads, second: RankedHeads, paired: bool) -> RankEstimate:
     """Return ρ over the root of both reliabilities; NaN where one is not positive, no interval of few samples."""
-    value = _undone(measured, first.split_half, second.split_half)
-    if min(len(first.ranks), len(second.ranks)) < LEAST:
+    value = _disattenuate(measured, first.split_half, second.split_half)
+    if min(len(first.ranks), len(second.ranks)) < MIN_SAMPLES:
         return RankEstimate(float(value), None)
-    left = _left(first.ranks, second.ranks, paired)
+    left = _leave_one_out(first.ranks, second.ranks, paired)
     alone = [(first.without, second.split_half), (first.split_half, second.without)]
     parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*alone]
-    each = [np.asarray(_undone(one, *part)) for one, part in zip(left, parts, strict=True)]
-    return RankEstimate(float(value), _joined(float(value), each, _CORRECTED))
+    each = [np.asarray(_disattenuate(one, *part)) for one, part in zip(left, parts, strict=True)]
+    return RankEstimate(float(value), _independent_interval(float(value), each, _CORRECTED))
 
 
-def _undone(measured: Floats | float, first: Floats | float, second: Floats | float) -> Floats:
-    """Return a correlation as it were without noise."""
+def _disattenuate(measured: Floats | float, first: Floats | float, second: Floats | float) -> Floats:
+    """Return a correlation over the root of both reliabilities; NaN where one of these is not positive."""
     usable = (np.asarray(first) > 0) & (np.asarray(second) > 0)
     return np.where(usable, measured / np.sqrt(np.where(usable, np.multiply(first, second), 1.0)), np.nan)
 
@@ -246,16 +246,16 @@ def without_each(values: Floats) -> list[Floats]:
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
-def _jackknifed(value: float, left: Floats, kind: Kind) -> Scalar:
+def _jackknife_interval(value: float, left: Floats, kind: StatisticKind) -> OptionalInterval:
     if np.isnan(left).any() or np.isnan(value):
         return None
     low, high = jackknife(np.asarray(value), left, kind)
     return Interval(float(low), float(high))
 
 
-def _joined(value: float, left: Sequence[Floats], kind: Kind) -> Scalar:
-    """Return the interval where all of these vary independently: squared distances to the ends add up."""
-    known = [one for one in (_jackknifed(value, part, kind) for part in left) if one is not None]
+def _independent_interval(value: float, left: Sequence[Floats], kind: StatisticKind) -> OptionalInterval:
+    """Return the interval of a value whose parts vary independently: squared distances to the ends add up."""
+    known = [one for one in (_jackknife_interval(value, part, kind) for part in left) if one is not None]
     if len(known) < len(left):
         return None
     low, high = (float(np.sqrt(sum((getattr(one, end) - value) ** 2 for one in known))) for end in ("low", "high"))
@@ -294,13 +294,13 @@ def depth_profile(relative: Floats, depths: Floats) -> DepthProfile:
     """
     layers, heads = relative.shape[1:]
     shares = np.asarray(ratio(relative.sum(axis=2), relative.sum(axis=(1, 2))[:, None]))
-    each, kind = profiles(relative, depths), share_of(layers * heads)
+    each, kind = profiles(relative, depths), share_kind(layers * heads)
     return DepthProfile(
         profile=each.mean(axis=0),
-        profile_interval=intervals.band(lambda weights: weights @ each, len(each), POSITIVE),
-        first_layer=over_prompts(shares[:, 0], kind),
-        first_tenth=over_prompts(shares[:, : ceil(layers / 10)].sum(axis=1), kind),
-        half=over_prompts(np.array([half_share(one) for one in relative]), kind),
+        profile_interval=intervals.of_statistics(lambda weights: weights @ each, len(each), POSITIVE),
+        first_layer=estimate_mean(shares[:, 0], kind),
+        first_tenth=estimate_mean(shares[:, : ceil(layers / 10)].sum(axis=1), kind),
+        half=estimate_mean(np.array([half_share(one) for one in relative]), kind),
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
-from perturbkv.analyses.identity import RunIdentity, identity, together
-from perturbkv.analyses.json_values import columns_of
+from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
+from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import common, of_selection, short_names
+from perturbkv.analyses.pairing import common, short_names, side_indices
 from perturbkv.analyses.questions.stability.head_profiles import (
     RankedTrace,
     StableTrace,
@@ -25,7 +25,7 @@ from perturbkv.analyses.questions.stability.head_profiles import (
 )
 from perturbkv.analyses.questions.stability.rank_reliability import RankEstimate
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.stats.intervals import LEAST
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -70,7 +70,7 @@ class Stability(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return how reliable the ranks by propagated L1 are within traces, and how they agree between them."""
+        """Return how reliable ranks by propagated L1 are within traces, and how well they agree between traces."""
         few = len(self.traces) == 1
         within = extremes([_named_estimate(f"trace {trace.number}", trace.propagated) for trace in self.traces])
         own = f" ({sample_note(self.traces[0].samples)})" if few else ""
@@ -96,7 +96,7 @@ class Stability(Result):
         ]
 
     def shown_columns(self) -> Sequence[str]:
-        """Return the columns of the table; without two traces of one model those of correlations alone."""
+        """Return the columns of the table; without two traces of one model only both kinds of perturbation."""
         return self.SHOWN if self._matched() else _KINDS
 
     def interval_note(self) -> str:
@@ -106,7 +106,9 @@ class Stability(Result):
             return text.intervals_note(counts[0])
         listed = ", ".join(str(trace.samples) for trace in self.traces)
         few = "; in parentheses, of fewer than five: ranges of single splits, pairs or samples"
-        return f"n = {listed} samples; in brackets: 95 % intervals over samples{few if min(counts) < LEAST else ''}."
+        return (
+            f"n = {listed} samples; in brackets: 95 % intervals over samples{few if min(counts) < MIN_SAMPLES else ''}."
+        )
 
     def caveats(self) -> Sequence[str]:
         """Return the overlap by chance, and where the prompts may be the same."""
@@ -137,7 +139,7 @@ class Stability(Result):
     def records(self) -> list[dict[str, Any]]:
         """Return a row per trace, kind, and what heads are ranked by: reliability and mean ρ between two samples."""
         return [
-            {"trace": trace.number, "dataset": trace.dataset, **columns_of(trace.config), "ranked_by": name,
+            {"trace": trace.number, "dataset": trace.dataset, **config_columns(trace.config), "ranked_by": name,
              "kind": kind, "samples": trace.samples, "split_half": each.split_half.value,
              "pairwise": each.pairwise.value}
             for trace in self.traces for name in ("perturbation", "gain") for kind, each in getattr(trace, name).items()
@@ -208,14 +210,14 @@ def stability(
         traces=tuple(map(stable_trace, ranked)),
         pairs=tuple(compare_pair(*pair) for pair in combinations(ranked, 2)),
         baseline=baselines[0] if baselines else None,
-        identity=together([identity(one.trace, [one.values.config]) for one in ranked]),
+        identity=joint_identity([identity(one.trace, [one.values.config]) for one in ranked]),
     )
 
 
 def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side: str) -> list[EvictionConfig]:
     """Return the baseline of each trace at the same budget; empty where one has none, or the sides are one."""
     try:
-        indices = [of_selection(trace.run, side) for trace in traces]
+        indices = [side_indices(trace.run, side) for trace in traces]
     except TraceError:
         return []
     resolved = [

@@ -54,24 +54,24 @@ class Data:
     folder: Path | None
     path: Path | None = None
     record: dict[str, str] = field(default_factory=dict)
-    _held: dict[str, Any] = field(default_factory=dict)
+    _read: dict[str, Any] = field(default_factory=dict)
 
     def load_dataset(self, repo: str, **more: Any) -> dict[str, list[str]]:
         """Return the texts of the essays, in place of `datasets.load_dataset`. Raises DatasetError."""
-        if repo not in self._held:
+        if repo not in self._read:
             local = self._local(ESSAYS)
-            self._held[repo] = self._essay(local) if local else self._essays(repo)
-        return {"text": self._held[repo]}
+            self._read[repo] = self._essay(local) if local else self._essays(repo)
+        return {"text": self._read[repo]}
 
     def get(self, address: str, **more: Any) -> Any:
         """Return the response with a JSON file, in place of `requests.get`. Raises DatasetError."""
-        if address not in self._held:
+        if address not in self._read:
             name = address.rpartition("/")[2]
             known = NAMES.get(name, name)
             local = self._local(known) or self._local(name)
             path = local or self._download(address, known)
-            self._held[address] = FILE.read_json(self._record_source(path, "file" if local else address))
-        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: self._held[address])
+            self._read[address] = FILE.read_json(self._record_source(path, "file" if local else address))
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: self._read[address])
 
     def _local(self, name: str) -> Path | None:
         if self.folder is None:
@@ -196,12 +196,12 @@ class RowMaker:
         unknown version.
         """
         file, function = maker
-        names = _Files(self, _Counting(self.tokenizer, tried)).names(file)
-        made: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
-        return made
+        names = _Files(self, _RowCounter(self.tokenizer, tried)).names(file)
+        rows: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
+        return rows
 
 
-class _Draws(random.Random):
+class _BoundedRandom(random.Random):
     """The substitute for the module `random`."""
 
     Random = random.Random
@@ -216,7 +216,7 @@ class _Draws(random.Random):
         return super().sample(population, k, counts=counts)
 
 
-class _Counting:
+class _RowCounter:
     """The substitute for progress bars and tokenizer, which stops after the last requested row or too many tries."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
@@ -245,19 +245,19 @@ class _Counting:
 class _Files:
     """lm-eval's files, each executed where another imports it."""
 
-    def __init__(self, making: RowMaker, counting: _Counting) -> None:
-        self._folder, self._counting = making.folder, counting
+    def __init__(self, row_maker: RowMaker, counting: _RowCounter) -> None:
+        self._folder, self._counter = row_maker.folder, counting
         self._stand_ins = {
-            "random": _Draws(making.seed),
+            "random": _BoundedRandom(row_maker.seed),
             "numpy": SimpleNamespace(**{**vars(np), "random": np.random.RandomState(NUMPY_SEED)}),
             "tqdm": SimpleNamespace(tqdm=counting.bar),
             "logging": SimpleNamespace(getLogger=lambda name: logging.Logger(name, logging.CRITICAL)),
             "datasets": SimpleNamespace(
                 Dataset=SimpleNamespace(from_list=lambda rows, split: rows),
                 Split=SimpleNamespace(TEST="test"),
-                load_dataset=making.data.load_dataset,
+                load_dataset=row_maker.data.load_dataset,
             ),
-            "requests": SimpleNamespace(get=making.data.get),
+            "requests": SimpleNamespace(get=row_maker.data.get),
             "transformers": SimpleNamespace(AutoTokenizer=None),
             "nltk": SimpleNamespace(data=SimpleNamespace(find=lambda name: None), sent_tokenize=sentences),
         }
@@ -268,7 +268,7 @@ class _Files:
         names = run_file(self._folder / f"{file}.py", self._without_words if keyed else self._stand_in)
         more: dict[str, Any] = {"WORDS": _words()} if keyed else {}
         if "get_tokenizer" in names:
-            more["get_tokenizer"] = lambda name: self._counting.tokens
+            more["get_tokenizer"] = lambda name: self._counter.tokens
         names.update(more)
         return names
 

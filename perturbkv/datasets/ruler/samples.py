@@ -30,10 +30,10 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     Raises DatasetError where lm-eval, a package or data is missing, and for a length that is too short.
     """
     task, data, lengths = tasks.read(name), Data(name, options.data_dir), options.lengths
-    making, share = RowMaker(tasks.folder(), tokenizer, options.seed, data), -(-options.samples // len(lengths))
-    rows = [_rows(making, task, length, share) for length in lengths]
-    places = [(place, rows[place % len(rows)][place // len(rows) :][:1]) for place in range(options.samples)]
-    samples = tuple(_sample(place, row, task) for place, chosen in places for row in chosen)
+    row_maker, share = RowMaker(tasks.folder(), tokenizer, options.seed, data), -(-options.samples // len(lengths))
+    rows = [_rows(row_maker, task, length, share) for length in lengths]
+    chosen_rows = [(index, rows[index % len(rows)][index // len(rows) :][:1]) for index in range(options.samples)]
+    samples = tuple(_sample(index, row, task) for index, chosen in chosen_rows for row in chosen)
     recorded = {
         "lengths": list(lengths),
         "seeds": {"random": options.seed, "numpy": NUMPY_SEED},
@@ -42,28 +42,28 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     return LoadedDataset(samples, recorded | data.record, (task,))
 
 
-def _rows(making: RowMaker, task: Task, length: int, wanted: int) -> Rows:
+def _rows(row_maker: RowMaker, task: Task, length: int, wanted: int) -> Rows:
     """Return at least one row, and `wanted` where lm-eval generates as many: it drops those that are too long.
 
     Raises DatasetError for a length that no row fits.
     """
-    rows, tried = _try_rows(making, task, length, wanted), wanted
+    rows, tried = _try_rows(row_maker, task, length, wanted), wanted
     while len(rows) < wanted and tried < MOST_ROWS:
         tried = min(2 * tried, MOST_ROWS) if rows else MOST_ROWS
-        rows = _try_rows(making, task, length, tried)
+        rows = _try_rows(row_maker, task, length, tried)
     if rows:
         return rows
-    enough = next((other for other in _LENGTHS if other > length and _try_rows(making, task, other, 1)), None)
+    enough = next((other for other in _LENGTHS if other > length and _try_rows(row_maker, task, other, 1)), None)
     do = f"use --length {enough} or more" if enough else "take another task, or a model of another tokenizer"
     msg = f"no prompt of '{task.name}' fits {length:,} tokens of this model's tokenizer, answer included; {do}"
     raise DatasetError(msg)
 
 
-def _try_rows(making: RowMaker, task: Task, length: int, tried: int) -> Rows:
+def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:
     """Return those of lm-eval's first rows that fit; none where they are too short for a question."""
-    with tasks.explain_errors(task.name, lambda: making.data.path):
+    with tasks.explain_errors(task.name, lambda: row_maker.data.path):
         try:
-            rows = making.make(task.maker, length, tried)
+            rows = row_maker.make(task.maker, length, tried)
         except NoEnd:
             return ()
         except ValueError as error:
@@ -73,11 +73,11 @@ def _try_rows(making: RowMaker, task: Task, length: int, tried: int) -> Rows:
     return rows if all(row["outputs"] for row in rows) else ()
 
 
-def _sample(place: int, row: Mapping[str, Any], task: Task) -> Sample:
+def _sample(index: int, row: Mapping[str, Any], task: Task) -> Sample:
     text = str(row["input"])
     border = text.rfind(task.question_start)
     return Sample(
-        id=f"{place}-{row['max_length']}",
+        id=f"{index}-{row['max_length']}",
         context=text[:border],
         question=text[border:],
         answers=tuple(row["outputs"]),

@@ -23,8 +23,8 @@ from perturbkv.errors import DatasetError
 
 INSTALL = 'pip install "perturbkv[ruler]"'
 CONTEXT = "{context}"
-_FETCHING = ("lm_eval", "datasets", "requests", "tqdm")
-_OTHERWISE = (
+_DOWNLOADING = ("lm_eval", "datasets", "requests", "tqdm")
+_FILE_ERRORS = (
     OSError, SyntaxError, ImportError, LookupError, TypeError, ValueError, AttributeError, AssertionError,
 )  # fmt: skip
 METRICS = {"process_results": "string_match_all", "process_results_part": "string_match_part"}
@@ -90,7 +90,7 @@ def read(name: str) -> Task:
         document = _read_merged(where / f"{name.removeprefix(RULER_PREFIX)}.yaml")
         file, function = str(document["custom_dataset"]).split(".")
         answer = document["generation_kwargs"]
-        made = Task(
+        task = Task(
             name,
             (file, function),
             _template(where / f"{file}.py"),
@@ -100,8 +100,8 @@ def read(name: str) -> Task:
             str(document["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
-        _check(made)
-    return made
+        _check(task)
+    return task
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) 
     except ModuleNotFoundError as error:
         msg = f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}"
         raise DatasetError(msg) from None
-    except _OTHERWISE as error:
+    except _FILE_ERRORS as error:
         version, message = importlib.metadata.version("lm_eval"), " ".join(str(error).split())[:120]
         path = source()
         origin, do = (f" from {path}", f"bring the whole file, or {INSTALL}") if path else ("", INSTALL)
@@ -134,10 +134,10 @@ def _check(task: Task) -> None:
 
 def _template(path: Path) -> str:
     """Return the template of a task's file, with empty modules for the rest of lm-eval and for downloads."""
-    return str(run_file(path, lambda name: _Nothing() if name.split(".")[0] in _FETCHING else None)["TEMPLATE"])
+    return str(run_file(path, lambda name: _EmptyModule() if name.split(".")[0] in _DOWNLOADING else None)["TEMPLATE"])
 
 
-class _Nothing:
+class _EmptyModule:
     """A module all of whose names are None."""
 
     def __getattr__(self, name: str) -> None:

@@ -105,7 +105,7 @@ class _Rows:
         """Evict all layers of a prompt that was read, each let go when it is evicted."""
         for index in range(len(self._adapter.layers)):
             self._evict(FullLayer.of(self._adapter, read, index))
-            held = self._adapter.held(read.cache, index)
+            held = self._adapter.cache_layer(read.cache, index)
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _evict(self, layer: FullLayer) -> None:
@@ -144,7 +144,7 @@ def check_asked(configs: Iterable[EvictionConfig], most: int | None, compress_ev
         msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
         raise ConfigError(msg)
     for config in configs:
-        compatibility.check_generating(config)
+        compatibility.check_generation(config)
         if compress_every is not None:
             _check_compressing(config, compress_every)
 

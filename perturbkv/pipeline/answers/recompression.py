@@ -163,7 +163,7 @@ class _RowView:
         """What the selection may look at; kept sets of one length are read at once."""
         window = min(config.window, self.longest)
         score = config.system.score.unpooled()
-        seen = [self._seen(part, str(part.start)).of_window(config.window) for part in self.parts]
+        seen = [self._seen(part, str(part.start)).with_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in seen]
         lengths = torch.tensor(self.lengths, device=self.norms.device)
         places = torch.arange(self.longest - window, device=self.norms.device)

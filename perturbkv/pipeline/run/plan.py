@@ -96,7 +96,7 @@ class Plan:
     @functools.cached_property
     def resolved(self) -> ResolvedRun:
         """The run with its resolved configurations: what measures it takes."""
-        return ResolvedRun.of(self.run, self.configs)
+        return ResolvedRun.from_run(self.run, self.configs)
 
     def model(self) -> Adapter:
         """The model with its weights, loaded where it is not yet, with room for the longest prompt's caches.
@@ -166,13 +166,13 @@ def plan(
         generate=generate,
         plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
     )
-    for name in compatibility.counted_twice(fit):
+    for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     check_fill([config.precision for config in configs], shape.d_head, files.name)
     if generate and settings.scored:
         resources = _with_room(resources, shape, run, prompts, placement, loaded)
-    batches = _batches(shape, ResolvedRun.of(run, fit), prompts, resources)
+    batches = _batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
 
 

@@ -86,7 +86,7 @@ def _masks(layer: FullLayer, configs: Sequence[ResolvedConfig], weights: Tensor)
     """Return, per configuration, (head, n): True where an entry stays."""
     found: dict[int, Tensor] = {}
     for group in layer.groups(configs, weights):
-        found |= dict(zip(group.places, group.kept_sets().kept, strict=True))
+        found |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
     return [found[place] for place in range(len(configs))]
 
 

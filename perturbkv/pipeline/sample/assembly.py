@@ -143,7 +143,7 @@ def kept_arrays(
     for layer, found in enumerate(layers):
         for group in found.groups:
             first = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
-            stage1[list(group.places), layer] = to_numpy(first, "int64")
+            stage1[list(group.config_indices), layer] = to_numpy(first, "int64")
     return {
         "kept_offset": offsets, "kept_length": sizes, "kept_code": np.concatenate(rows), "kept_count": counts,
         "stage1_count": stage1,

@@ -37,7 +37,7 @@ class FullLayer:
     @classmethod
     def of(cls, adapter: Adapter, before: Prefill, index: int) -> FullLayer:
         """Return a layer of a prompt that was read, as its cache is now."""
-        cached = adapter.held(before.cache, index)
+        cached = adapter.cache_layer(before.cache, index)
         return cls(adapter, before.statistics, index, cached.keys[0], cached.values[0])
 
     @property

@@ -26,7 +26,7 @@ from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import page_reading, sparse_prefill
 from perturbkv.selection.kept_sets import KeptSets
-from perturbkv.selection.page_selection import AnyGroup, ReadGroup
+from perturbkv.selection.page_selection import AnyGroup, PageGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
@@ -92,7 +92,7 @@ class LayerResult:
 
 def order(found: Sequence[AnyGroup]) -> list[int]:
     """The configurations as groups list them: the same in all layers."""
-    return [place for group in found for place in group.places]
+    return [place for group in found for place in group.config_indices]
 
 
 def measure_layer(sample: SampleRun, index: int) -> LayerResult:
@@ -124,7 +124,7 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     for lines in along:
         alphas = _every_alpha(layer, configs, lines, slice(None))
         parts.append([sparse_prefill.isolated_by_lines(layer, lines, summands, alphas)])
-        gone.append(largest_lost(added, lines.whole(heads)))
+        gone.append(largest_lost(added, lines.decoding_mask(heads)))
     isolated = [_joined(step) for step in zip(*parts, strict=True)]
     if along:
         isolated[0] |= _largest_floors([step[0] for step in parts])
@@ -135,13 +135,15 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
 def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
     """As many configurations at once as fit the working memory."""
     size = max(1, working // (_ENTRY_BYTES * entries))
-    return ((group, slice(start, start + size)) for group in found for start in range(0, len(group.places), size))
+    return (
+        (group, slice(start, start + size)) for group in found for start in range(0, len(group.config_indices), size)
+    )
 
 
 def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
     """What is looked at in each step: what stays, or the pages that the step's query chooses."""
-    if isinstance(group, ReadGroup):
-        return [_per_query_head(sets, heads) for sets in group.each_step(rows)]
+    if isinstance(group, PageGroup):
+        return [_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
     return [_per_query_head(group.kept_sets(rows), heads)] * steps
 
 
@@ -154,7 +156,7 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 
 def _every_alpha(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
     """Return α (config, head) of some of a group's configurations."""
-    shares = [_alphas(configs[place], layer.index, layer.adapter.heads, group) for place in group.places[rows]]
+    shares = [_alphas(configs[place], layer.index, layer.adapter.heads, group) for place in group.config_indices[rows]]
     return to_device(shares, layer.keys.device, theory.WORK)
 
 

@@ -75,7 +75,7 @@ def trace(
     for prompt in prompts:
         try:
             configs = wanted.get(prompt.sample_id, run.configs)
-            finished(trace_sample(adapter, prompt, run.narrowed(configs), resources))
+            finished(trace_sample(adapter, prompt, run.select_configs(configs), resources))
         except ActivationError as error:
             failed.append(FailedSample(prompt.sample_id, str(error)))
             finished(failed[-1])

@@ -29,14 +29,14 @@ from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, O
 from perturbkv.pipeline.sample.replay import replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
-from perturbkv.scoring.score import Asked
+from perturbkv.scoring.score import ScoreRequest
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.kept_sets import Group, kept_groups
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
 from perturbkv.selection.sparse_lines import Positions
-from perturbkv.selection.sparse_lines import wanted as wanted_queries
+from perturbkv.selection.sparse_lines import remembered_positions as wanted_queries
 from perturbkv.theory import WORK
 
 TURNED = ("unrotated", "rotations")
@@ -96,7 +96,7 @@ class Statistics:
     tokens: int
     kv_heads: int
     layers: int
-    scored: dict[Asked, list[Tensor]]
+    scored: dict[ScoreRequest, list[Tensor]]
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
     given: Mapping[ResolvedConfig, Source] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Statistics:
         return partial(self._scores_of, {}, layer, realised)
 
     def _scores_of(
-        self, made: dict[tuple[Asked, ...], Scores], layer: int, realised: Tensor | None, config: ResolvedConfig
+        self, made: dict[tuple[ScoreRequest, ...], Scores], layer: int, realised: Tensor | None, config: ResolvedConfig
     ) -> Scores:
         wanted = all_asked(config)
         if wanted not in made:
@@ -133,7 +133,7 @@ class Statistics:
             made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
         return made[wanted]
 
-    def of_model(
+    def model_wide(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
         """What `make` gives of the competing scores of all layers, once for each key, score and number of kept sets.
@@ -148,8 +148,8 @@ class Statistics:
         return self.made[whole]
 
     def _competing(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
-        scores = self.scores(layer)(config).competing(config, ends)
-        return scores[:, ends.competing(scores.shape[-1])]
+        scores = self.scores(layer)(config).competing_scores(config, ends)
+        return scores[:, ends.competing_slice(scores.shape[-1])]
 
     def _of(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
@@ -165,7 +165,7 @@ class Statistics:
             realised=None if realised is None else realised[:, : norms.shape[1]],
             head_scores=self.head_scores,
             first_stage=first_stage,
-            of_model=self.of_model,
+            model_wide=self.model_wide,
             euclidean=self.euclidean[layer][:, : norms.shape[1]] if self.euclidean else None,
         )
 
@@ -185,15 +185,15 @@ class Prefill:
     windows: Mapping[int, Window] = field(default_factory=dict)
 
 
-def asked(config: ResolvedConfig) -> Asked:
+def asked(config: ResolvedConfig) -> ScoreRequest:
     """What is computed for a configuration."""
     return all_asked(config)[0]
 
 
-def all_asked(config: ResolvedConfig) -> tuple[Asked, ...]:
+def all_asked(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
     """The same, and what a stage 1 of its own ranks by, where its policy has one."""
     found = (config.system.score, config.system.first_stage)
-    return tuple(Asked(score.unpooled(), config.window) for score in found if score is not None)
+    return tuple(ScoreRequest(score.unpooled(), config.window) for score in found if score is not None)
 
 
 @runtime_checkable
@@ -222,7 +222,7 @@ def prefill(
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
-    wanted: dict[Asked, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
+    wanted: dict[ScoreRequest, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
     found = Statistics(sample, *shape, wanted, [], run.head_scores, given)
     found.mean_queries.update((window, []) for window in stand_in.windows(configs))
@@ -303,15 +303,15 @@ class _Reading:
         """Every score of the layer; those of one window share what it shows."""
         for window in dict.fromkeys(wanted.window for wanted in self.wanted):
             own = [wanted.score for wanted in self.wanted if wanted.window == window]
-            for score, made in layer_scores(view.of_window(window), own, self.resources.chunk_bytes).items():
+            for score, made in layer_scores(view.with_window(window), own, self.resources.chunk_bytes).items():
                 index = self.adapter.layer_indices[view.layer]
-                self.finite.made(f"the scores '{score.called}' of layer {index}", made)
-                self.found.scored[Asked(score, window)].append(made)
+                self.finite.made(f"the scores '{score.display_name}' of layer {index}", made)
+                self.found.scored[ScoreRequest(score, window)].append(made)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
         self.finite(self.adapter.layer_indices[layer], hidden)
         if self.visitor is not None and not self.visitor.whole:
-            held = self.adapter.held(self.cache, layer)
+            held = self.adapter.cache_layer(self.cache, layer)
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _final(self, output: Tensor) -> None:

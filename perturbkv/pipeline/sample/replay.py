@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache.compact import restore_windows, windows
-from perturbkv.datasets.sample import after_turn
+from perturbkv.datasets.sample import text_after_turn
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
-from perturbkv.scoring.compute import replayed
+from perturbkv.scoring.compute import compute_replay
 from perturbkv.scoring.replay_view import Replay, ReplayView
-from perturbkv.scoring.score import Asked, Score
+from perturbkv.scoring.score import Score, ScoreRequest
 
 WORDINGS = {
     "released": (
@@ -41,7 +41,7 @@ def replay_scores(
     adapter: Adapter,
     context: Sequence[int],
     cache: Cache,
-    scored: dict[Asked, list[Tensor]],
+    scored: dict[ScoreRequest, list[Tensor]],
     sample: str,
     finite: FiniteCheck,
 ) -> None:
@@ -58,7 +58,7 @@ def replay_scores(
             prefix = max(0, len(context) - asked.window)
             scored[asked] += [rows[:, :prefix] for rows in made[asked.score]]
             for layer, rows in enumerate(scored[asked]):
-                finite.made(f"the scores '{asked.score.called}' of layer {adapter.layer_indices[layer]}", rows)
+                finite.made(f"the scores '{asked.score.display_name}' of layer {adapter.layer_indices[layer]}", rows)
 
 
 def _replay(
@@ -75,7 +75,7 @@ def _replay(
 def passes(tokenizer: object, context: Sequence[int], how: Replay) -> Iterator[tuple[slice, list[int]]]:
     """The places of each part of the context, and the tokens of the pass that repeats it."""
     first, later = (_tokens(tokenizer, words) for words in WORDINGS[how.wording])
-    behind = _tokens(tokenizer, after_turn(tokenizer) or "\n")
+    behind = _tokens(tokenizer, text_after_turn(tokenizer) or "\n")
     for start in range(0, len(context), how.chunk):
         part = slice(start, min(start + how.chunk, len(context)))
         asking = [*later, *context[max(0, start - min(how.chunk, _REMINDED)) : start]] if start else first
@@ -86,16 +86,16 @@ def _tokens(tokenizer: object, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
 
 
-def check_fits(adapter: Adapter, context: int, replayed: int, sample: str) -> None:
+def check_fits(adapter: Adapter, context: int, pass_tokens: int, sample: str) -> None:
     """Raise DatasetError or ModelError where context and pass need more positions than the model has."""
-    if context + replayed > adapter.positions:
+    if context + pass_tokens > adapter.positions:
         msg = (
-            f"sample '{sample}' has {context} tokens, with the {replayed} of a replay's pass more than the model's "
+            f"sample '{sample}' has {context} tokens, with the {pass_tokens} of a replay's pass more than the model's "
             f"{adapter.positions} positions; use --max-tokens or a smaller chunk of the score that replays"
         )
         raise DatasetError(msg)
-    check_sliding_window(adapter.config, context + replayed, sample, adapter.name, replayed)
-    check_long_rotations(adapter.config, context, context + replayed, sample, adapter.name, replayed)
+    check_sliding_window(adapter.config, context + pass_tokens, sample, adapter.name, pass_tokens)
+    check_long_rotations(adapter.config, context, context + pass_tokens, sample, adapter.name, pass_tokens)
 
 
 class _Pass:
@@ -108,7 +108,7 @@ class _Pass:
         self.adapter, self.cache, self.part, self.made, self.sample = adapter, cache, part, made, sample
         self.sinks = min(how.sinks, part.start)
         self.held = [
-            (held.keys, held.values) for held in (adapter.held(cache, at) for at in range(len(adapter.layers)))
+            (held.keys, held.values) for held in (adapter.cache_layer(cache, at) for at in range(len(adapter.layers)))
         ]
         self.windows = windows(adapter, cache)
         self.input: Tensor | None = None
@@ -143,12 +143,12 @@ class _Pass:
             sink_logits=self.adapter.sinks(layer),
         )
         for score, layers in self.made.items():
-            layers[layer].append(replayed(score, view))
+            layers[layer].append(compute_replay(score, view))
 
     def _seen(self, entries: Tensor, own: int) -> Tensor:
         """The first entries, those of the part, and the pass' own."""
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -own:]], dim=1)
 
     def _done(self, layer: int, hidden: Tensor) -> None:
-        held = self.adapter.held(self.cache, layer)
+        held = self.adapter.cache_layer(self.cache, layer)
         held.keys, held.values = self.held[layer]

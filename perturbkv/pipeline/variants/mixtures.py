@@ -36,7 +36,7 @@ from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
 from perturbkv.pipeline.variants.presses import sources
-from perturbkv.selection.kept_sets import GivenGroup
+from perturbkv.selection.kept_sets import ExternalGroup
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
 
@@ -139,7 +139,7 @@ class SwapSample:
         keys, values = layer.prompt_keys.clone(), layer.prompt_values.clone()
         sides: dict[int, Tensor] = {}
         for group in replace(layer, keys=keys, values=values).groups(self.run.configs, attention):
-            sides |= dict(zip(group.places, group.kept_sets().kept, strict=True))
+            sides |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
         return _Layer(keys, values, torch.stack([sides[0], sides[1]]))
 
     def _evict(self, place: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:
@@ -149,7 +149,7 @@ class SwapSample:
         kept = torch.where(treated.unsqueeze(-1), layer.kept[1], layer.kept[0])
         lengths = kept.sum(dim=-1).tolist()
         order = tuple(range(len(mixtures)))
-        found = keep([GivenGroup(order, kept)], order, lengths, layer.keys, layer.values)
+        found = keep([ExternalGroup(order, kept)], order, lengths, layer.keys, layer.values)
         configs = [self.run.configs[0]] * len(mixtures)  # both sides store and place alike: `configs.swap` checks that
         turned = positions.positions_in_cache(found, configs, self.adapter.frequencies)
         entries = quantisation.stored(turned, configs).entries

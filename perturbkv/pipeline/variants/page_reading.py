@@ -10,15 +10,15 @@ from torch import Tensor
 
 from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.selection.page_selection import Layers, PagedLayer, Reader, ReadGroup, read_groups
+from perturbkv.selection.page_selection import PagedLayer, PageGroup, PageReader, PagesOfConfig, page_groups
 from perturbkv.selection.resolved_config import ResolvedConfig
 
 
 def groups(
     layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
-) -> list[ReadGroup]:
+) -> list[PageGroup]:
     """Return what the configurations that read pages read in one layer at each step, whose query is given."""
-    return read_groups(configs, _paged(layer), queries, layer.tokens)
+    return page_groups(configs, _paged(layer), queries, layer.tokens)
 
 
 def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
@@ -32,11 +32,11 @@ def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, K
     for index, config in configs.items():
         if config.reads_pages:
             chooses = config.kept_entries(n) < n
-            made[index] = replace(whole, reader=Reader(config, paged(config), n)) if chooses else whole
+            made[index] = replace(whole, reader=PageReader(config, paged(config), n)) if chooses else whole
     return made
 
 
-def _paged(layer: FullLayer) -> Layers:
+def _paged(layer: FullLayer) -> PagesOfConfig:
     """Return what gives the layer in pages, made once for each size of them and each window."""
     made: dict[tuple[int, int], PagedLayer] = {}
 
@@ -44,7 +44,7 @@ def _paged(layer: FullLayer) -> Layers:
         key = (config.block, config.window)
         if key not in made:
             statistics = layer.statistics.scores(layer.index)(config).statistics
-            made[key] = PagedLayer.of(statistics, layer.prompt_keys, layer.scale, config.block)
+            made[key] = PagedLayer.from_keys(statistics, layer.prompt_keys, layer.scale, config.block)
         return made[key]
 
     return of

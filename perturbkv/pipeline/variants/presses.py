@@ -107,7 +107,7 @@ def _run(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str) -> t
             with torch.inference_mode(False), torch.no_grad(), press(adapter.model):
                 adapter.model.model(input_ids=ids.clone(), past_key_values=cache)
         except Exception as error:
-            raise ConfigError(kvpress.failed(name, "run", error)) from None
+            raise ConfigError(kvpress.failure_message(name, "run", error)) from None
         masked = [getattr(attention, _MASKED, None) for attention in adapter.attentions]
     return [(layer.keys, layer.values) for layer in cache.layers], masked
 

@@ -30,24 +30,32 @@ from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.scoring.window_attention import causal_rows
 from perturbkv.selection.resolved_config import ResolvedConfig
-from perturbkv.selection.sparse_lines import LastQueries, LinedGroup, Lines, Positions, last, lined_groups, of_budget
+from perturbkv.selection.sparse_lines import (
+    LastQueries,
+    Lines,
+    Positions,
+    SparsePrefillGroup,
+    last_positions,
+    lines_for_budget,
+    sparse_prefill_groups,
+)
 from perturbkv.theory import WORK, Summands, softmax_with_sinks
 
 
-def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[LinedGroup]:
+def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[SparsePrefillGroup]:
     """Return the lines that each of these configurations that look along lines has in one layer of the full prefill."""
     made: dict[tuple[Positions, bool], LastQueries] = {}
     found = layer.statistics
 
     def of(config: ResolvedConfig) -> LastQueries:
-        asked = last(config, found.tokens)
+        asked = last_positions(config, found.tokens)
         if (key := (asked, config.euclidean)) not in made:
             queries = found.queries[asked][layer.index]
             norms = (found.euclidean if config.euclidean else found.norms)[layer.index]
             made[key] = last_queries(layer.adapter, layer.index, queries, layer.prompt_keys, norms, found.sample)
         return made[key]
 
-    return lined_groups(configs, of, found.tokens, found.sample)
+    return sparse_prefill_groups(configs, of, found.tokens, found.sample)
 
 
 def last_queries(
@@ -75,17 +83,20 @@ def _groups(heads: int, sharing: int) -> list[slice]:
 
 
 def isolated_by_lines(
-    layer: FullLayer, group: LinedGroup, summands: Summands, alphas: Float[Tensor, "config head"]
+    layer: FullLayer, group: SparsePrefillGroup, summands: Summands, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
     """Return `measure.isolated`, the mean over the prompt's queries that are measured, each of the entries it sees.
 
     `summands` are of the prompt's entries, and may hold more.
     """
-    queries, keys = layer.statistics.queries[group.measured][layer.index], layer.prompt_keys
-    found, sharing = group.seen(to_device(group.measured, keys.device)), layer.adapter.heads // group.kept_heads
+    queries, keys = layer.statistics.queries[group.measured_positions][layer.index], layer.prompt_keys
+    found, sharing = (
+        group.attention_masks(to_device(group.measured_positions, keys.device)),
+        layer.adapter.heads // group.kept_heads,
+    )
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (found.kept, found.stage1))
     each = []
-    for place, position in enumerate(group.measured):
+    for place, position in enumerate(group.measured_positions):
         entries = slice(position + 1)
         weights, sink = theory.decode_weights(queries[:, place], keys[:, entries], layer.scale, layer.sinks)
         full = measure.reference(weights, summands.first_entries(position + 1), layer.slices, sink)
@@ -123,7 +134,7 @@ def own_prefill(
     with intercept_attention(adapter, attention):
         seconds, logits = _timed(adapter, token_ids, cache)
     check.look(LOGITS, logits)
-    held = [adapter.held(cache, layer) for layer in range(len(adapter.layers))]
+    held = [adapter.cache_layer(cache, layer) for layer in range(len(adapter.layers))]
     looked, n = float(stack_on_device(adapter.device, attention.looked).mean()), len(token_ids)
     rows = [borrow(layer.keys[0], layer.values[0]) for layer in held]
     return OwnPrefill(rows, looked / (n * (n + 1) / 2), seconds)
@@ -174,7 +185,7 @@ class _Attention:
         size = max(1, working_bytes(key.device, self.resources.chunk_bytes) // (16 * len(query) * n))
         for first in range(0, n, size):
             here = slice(first, min(first + size, n))
-            mask = lines.seen(torch.arange(here.start, here.stop, device=key.device))[..., : here.stop]
+            mask = lines.attention_mask(torch.arange(here.start, here.stop, device=key.device))[..., : here.stop]
             mixed = self._mixed(layer, query[:, here], key[:, : here.stop], value[:, : here.stop], mask)
             yield mixed, mask.sum(dtype=torch.float64) / len(mask)
 
@@ -185,9 +196,9 @@ class _Attention:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
             norms = layer_norms(value, projection, self.resources)
-        queries = query[:, to_device(last(self.config, n), query.device)]
+        queries = query[:, to_device(last_positions(self.config, n), query.device)]
         seen = last_queries(self.adapter, layer, queries, key, norms, self.sample)
-        return of_budget(self.config, seen, n).lines
+        return lines_for_budget(self.config, seen, n).lines
 
     def _mixed(
         self,

@@ -47,4 +47,4 @@ class CAOTE(Score):
         outputs = left.whole.view(layer.kv_heads, layer.group, -1)
         distances = torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist").flatten(0, 1)
         moved = mean / (1 - mean) * distances
-        return moved.scatter_(-1, left.place, left.weight * left.squared_distance.sqrt())[:, : layer.prefix]
+        return moved.scatter_(-1, left.index, left.weight * left.squared_distance.sqrt())[:, : layer.prefix]

@@ -39,5 +39,5 @@ class DropKV(Score):
         """Return Σ (a / (1 − a))² ‖v − o‖² per query head."""
         moved = (1 - layer.attention).reciprocal_().mul_(layer.attention).square_().mul_(layer.distances)
         left = layer.left_out
-        moved.scatter_(-1, left.place.unsqueeze(-1), (left.weight.square() * left.squared_distance).unsqueeze(-1))
+        moved.scatter_(-1, left.index.unsqueeze(-1), (left.weight.square() * left.squared_distance).unsqueeze(-1))
         return moved.sum(dim=-2)[:, : layer.prefix]

@@ -70,21 +70,21 @@ class ExpectedAttention(Score):
         unrotated = layer.unrotated
         queries = unrotated.view(layer.kv_heads, layer.group, *unrotated.shape[1:])[:, :, self.sinks :]
         keys = layer.keys[:, self.sinks :].to(queries.dtype) * layer.scale
-        turn = layer.rotations(range(layer.entries, layer.entries + self.n_future)).mean(keys.shape[-1])
-        turn = turn.to(queries.dtype)
-        return torch.cat([self._of_group(*shared, turn) for shared in zip(queries, keys, strict=True)])
+        rotation = layer.rotations(range(layer.entries, layer.entries + self.n_future)).mean(keys.shape[-1])
+        rotation = rotation.to(queries.dtype)
+        return torch.cat([self._group_exponents(*shared, rotation) for shared in zip(queries, keys, strict=True)])
 
-    def _of_group(
+    def _group_exponents(
         self,
         queries: Float[Tensor, "group key d_head"],
         keys: Float[Tensor, "key d_head"],
-        turn: Float[Tensor, "d_head d_head"],
+        rotation: Float[Tensor, "d_head d_head"],
     ) -> Float[Tensor, "group key"]:
         """Return the exponents of one key/value head; keys include the scale of the logits."""
         mean = queries.mean(dim=1)
-        exponents = mean @ turn.T @ keys.T
+        exponents = mean @ rotation.T @ keys.T
         if self.use_covariance:
             centred = queries - mean.unsqueeze(1)
-            covariance = turn @ (centred.mT @ centred / len(keys)) @ turn.T
+            covariance = rotation @ (centred.mT @ centred / len(keys)) @ rotation.T
             exponents += (keys @ covariance).mul_(keys).sum(dim=-1) / 2
         return exponents

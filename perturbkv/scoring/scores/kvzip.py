@@ -58,9 +58,9 @@ class KVzip(Score):
         """A replay in parts of `chunk` tokens."""
         return Replay(self.chunk, self.wording, self.sinks)
 
-    def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
+    def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
         """Return the largest weights, computed in blocks."""
-        largest = torch.zeros(len(seen.queries), seen.chunk, dtype=WORK, device=seen.keys.device)
-        for heads, _, weights in seen.rows():
+        largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
+        for heads, _, weights in view.rows():
             largest[heads] = torch.maximum(largest[heads], weights.amax(dim=-2).to(WORK))
         return largest

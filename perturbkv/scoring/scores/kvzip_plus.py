@@ -30,14 +30,14 @@ class KVzipPlus(KVzip):
     needs: ClassVar[tuple[str, ...]] = ("replay", "hidden")
     holds_norms: ClassVar[bool] = True
 
-    def replayed(self, seen: ReplayView) -> Float[Tensor, "head chunk"]:
+    def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
         """Return the largest contributions, computed in blocks."""
-        if seen.hidden is None:
+        if view.hidden is None:
             msg = "hidden of the layer was not captured: no score of the run needs it"
             raise PluginError(msg)
-        size = seen.hidden.to(WORK).norm(dim=-1)
-        largest = torch.zeros(len(seen.queries), seen.chunk, dtype=WORK, device=seen.keys.device)
-        for heads, queries, weights in seen.rows():
-            of_size = (weights.to(WORK) / size[queries].unsqueeze(-1)).amax(dim=-2)
-            largest[heads] = torch.maximum(largest[heads], of_size)
-        return largest * seen.norms()
+        size = view.hidden.to(WORK).norm(dim=-1)
+        largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
+        for heads, queries, weights in view.rows():
+            relative = (weights.to(WORK) / size[queries].unsqueeze(-1)).amax(dim=-2)
+            largest[heads] = torch.maximum(largest[heads], relative)
+        return largest * view.norms()

@@ -1,1 +1,1 @@
-"""Eviction systems: a file each, opening with its paper, where more than the score differs; `registry` names them."""
+"""Eviction systems that differ in more than the score: one file each, with its paper; `registry` lists them."""

@@ -24,13 +24,13 @@ from torch import Tensor
 from perturbkv.configs.entry_counts import entry_count
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.selection.layer_budget import LayerBudget, beyond, counted
+from perturbkv.selection.layer_budget import LayerBudget, allocate_above_minimum, count_rows
 from perturbkv.selection.policies.base import Pooled, apportion
 
 
 @dataclass(frozen=True)
 class AdaKV(Pooled):
-    """SnapKV's score, or `by` another, budgets by head."""
+    """SnapKV's score, or the one of `by`, with budgets by head."""
 
     name: ClassVar[str] = "adakv"
     summary: ClassVar[str] = "snapkv's score; a layer's heads compete for its budget"
@@ -43,17 +43,17 @@ class AdaKV(Pooled):
 
     @property
     def mixes(self) -> bool:
-        """Where its safeguard is the mixture."""
+        """True where the safeguard is the mixture."""
         return self.safeguard == "mixture"
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """⌊floor · b⌋ less what always stays, with the safeguard of that name."""
+        """Return ⌊floor · b⌋ without what always stays, for the safeguard `guaranteed`; else 0."""
         return max(0, entry_count(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Each head's count among the layer's largest scores, safeguarded."""
-        heads, mean, order = available.kept_heads, available.free, available.heads_in_order()
+        """Return each head's count among the layer's largest scores, with the safeguard."""
+        heads, mean, order = available.kept_heads, available.free, available.heads_by_score()
         if self.safeguard == "guaranteed":
-            return beyond(order, heads, mean, self.guaranteed(config, available.kept, available.always))
-        counts = counted(order[: heads * mean], heads)
+            return allocate_above_minimum(order, heads, mean, self.guaranteed(config, available.kept, available.always))
+        counts = count_rows(order[: heads * mean], heads)
         return apportion((1 - self.floor) * counts + self.floor * mean, heads * mean)

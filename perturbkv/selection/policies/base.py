@@ -1,7 +1,7 @@
-"""What an eviction system decides: which score ranks entries, which always stay, and every head's budget.
+"""The base class of eviction systems: the score that ranks entries, entries that always stay, and every head's budget.
 
-Which entries fill the budgets is the selection's part. A system is a subclass of `Policy` in a file of its own,
-named as the file is, that brings its options and replaces what differs; every score is one too, with equal budgets.
+The selection decides which entries fill the budgets. A system is a subclass of `Policy` in a file of its own, with the
+file's name, that adds its options and overrides what differs; every score is a policy too, with equal budgets.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from perturbkv.selection.layer_budget import LayerBudget
 
 @runtime_checkable
 class Places(Protocol):
-    """A way to rank places whatever they hold; equal ones are ranked once, so they are hashable."""
+    """A score by position alone; hashable, as equal ones are ranked once."""
 
     def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-        """A score for each place of the prefix, 0 to n − w − 1."""
+        """Return a score for each position of the prefix, 0 to n − w − 1."""
 
 
 @dataclass(frozen=True)
 class LatestFirst:
-    """The most recent places first."""
+    """A score by position with the most recent entries first."""
 
     def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-        """The place itself."""
+        """Return the position itself."""
         return place
 
 
 BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", GIVEN))
-"""Selections that ask for scores."""
+"""Selections that rank by scores."""
 
 
 @dataclass(frozen=True)
 class Policy(WithOptions):
-    """One eviction system with its options, which are its fields; a subclass replaces what differs from equal budgets.
+    """An eviction system; its fields are its options, and a subclass overrides what differs from equal budgets.
 
     Attributes:
-        name, summary, paper: what it is and its source; empty where no paper is its source.
-        selections: the selections it takes.
-        budgets: what shares them out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
-        own_window, own_granularity: its own where nobody says otherwise; None: the preset's.
-        own_defaults: options whose default stands whatever the preset.
+        name, summary, paper: its name, a description and its source; empty where no paper is its source.
+        selections: names of the selections that it combines with.
+        budgets: how budgets are shared out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
+        own_window, own_granularity: its default window and granularity; None: the preset's.
+        own_defaults: options whose default is independent of the preset.
         competes: whether budgets depend on the layer's pooled scores.
         whole_model: whether budgets of one layer depend on the scores of all layers.
-        score_options: options that matter only where scores are looked at.
-        needs_scores: whether head scores have to be given.
+        score_options: options that have an effect only where scores are used.
+        needs_scores: whether it needs head scores from the user.
     """
 
     name: ClassVar[str]
@@ -80,68 +80,77 @@ class Policy(WithOptions):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for a configuration that this policy cannot be."""
+        """Raise ConfigError for a configuration that this policy does not support."""
 
     @classmethod
     def caches(cls) -> tuple[str, ...]:
-        """Cache layouts that can hold its budgets."""
+        """Return the cache layouts that can store its budgets."""
         return ("ragged",) if cls.budgets == "by head" else ("ragged", "rectangular")
 
     @property
     def in_cache(self) -> bool:
-        """Whether decoding sees its kept keys at 0 … b − 1, for which all kept sets have to be equally long."""
+        """True where decoding sees the kept keys at positions 0 … b − 1, which needs kept sets of equal size."""
         return False
 
     @property
     def mixes(self) -> bool:
-        """Whether it multiplies or mixes scores, so that they may not be below 0."""
+        """True where the policy multiplies or mixes scores, so that they may not be below 0."""
         return False
 
     @property
     def score(self) -> Score:
-        """What entries are ranked by."""
+        """The score that ranks entries."""
         return SnapKV(pool="none")
 
     @property
     def ranks_by_another(self) -> bool:
-        """Whether it was given another score than its own."""
+        """True where another score than the policy's own ranks entries."""
         return False
 
     @property
     def first_stage(self) -> Score | None:
-        """What a stage 1 of its own ranks by, which comes first in budgets and in selection `attention`."""
+        """The score of a stage 1 of its own, first in budgets and in selection `attention`; None without one."""
         return None
 
     def first_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], places: slice
     ) -> Int[Tensor, " kept_head"]:
-        """How many of `places`, which do not stay anyway, a stage 1 of its own takes: the best by `first_stage`."""
+        """Return how many entries a stage 1 of its own takes, the best by `first_stage` of `places`.
+
+        `places` is the slice of entries that do not always stay.
+        """
         raise NotImplementedError
 
     def places(self) -> Places:
-        """What the selection `position` ranks by."""
+        """Return the score by position of the selection `position`."""
         return LatestFirst()
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
-        """First entries that always stay, of `kept` in all."""
+        """Return the number of first entries that always stay, of `kept` in all."""
         return max(config.protected_counts(kept)[0], self.score.first_entries)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Most recent entries that always stay, at least the window, of `kept` in all."""
+        """Return the number of most recent entries that always stay, at least the window, of `kept` in all."""
         return config.protected_counts(kept)[1]
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Entries beside the `always` kept ones that stage 1 takes at least in every kept set, of `kept` in all."""
+        """Return the smallest number of entries besides the `always` kept ones that stage 1 takes in every kept set.
+
+        `kept` is the number of all entries that stay.
+        """
         return 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Entries per kept set of one layer beside those that always stay; on the CPU where no score was looked at."""
+        """Return the entries per kept set of one layer besides those that always stay.
+
+        The result is on the CPU where no score was used.
+        """
         return available.uniform(available.free)
 
 
 @dataclass(frozen=True)
 class Pooled(Policy):
-    """A system that ranks by SnapKV's score, pooled over positions (paper, section 4.2: max, 7), or `by` another."""
+    """A system that ranks by SnapKV's score, pooled over positions (section 4.2: max, 7), or by the one of `by`."""
 
     score_options: ClassVar[tuple[str, ...]] = ("by", "pool", "kernel")
     by: str | Choice = option(scores.OWN, "another score to rank by, such as caote(pool=max)", call=True)
@@ -151,22 +160,22 @@ class Pooled(Policy):
 
     @functools.cached_property
     def score(self) -> Score:  # a name is looked up once
-        """Its own, or the one that `by` names."""
+        """The policy's own score, or the one that `by` names."""
         return scores.build(self.by) if self.ranks_by_another else self.own_score
 
     @property
     def own_score(self) -> Score:
-        """SnapKV's."""
+        """SnapKV's score."""
         return SnapKV(pool=self.pool, kernel=self.kernel)
 
     @property
     def ranks_by_another(self) -> bool:
-        """Whether `by` names one."""
+        """True where `by` names another score."""
         return self.by != scores.OWN
 
 
 class ByScore(Policy):
-    """A score as a system: equal budgets. `of` makes one of each score, whose options are the score's."""
+    """A policy that ranks by one score, with equal budgets and the score's options."""
 
     scored: ClassVar[type[Score]]
 
@@ -176,25 +185,27 @@ class ByScore(Policy):
         return self.scored(**{name: getattr(self, name) for name in self.options()})
 
     @staticmethod
-    def of(scored: type[Score], name: str) -> type[Policy]:
-        """The policy that a score is, under this name."""
+    def subclass_for(scored: type[Score], name: str) -> type[Policy]:
+        """Return the policy class of a score under this name."""
         fields = {field.name: field for field in dataclasses.fields(scored)}
         options = [fields[option] for option in scored.options()]
-        told = {
+        attributes = {
             "name": name,
             "scored": scored,
             "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
             "summary": scored.summary_line(),
-            **{kept: getattr(scored, kept) for kept in ("paper", "own_window", "own_defaults")},
+            **{name: getattr(scored, name) for name in ("paper", "own_window", "own_defaults")},
         }
-        made = [(one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options]
-        return dataclasses.make_dataclass(scored.__name__, made, bases=(ByScore,), namespace=told, frozen=True)
+        copies = [
+            (one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options
+        ]
+        return dataclasses.make_dataclass(scored.__name__, copies, bases=(ByScore,), namespace=attributes, frozen=True)
 
 
-def check_whole(config: EvictionConfig, chosen: str, does: str) -> None:
+def check_non_evicting(config: EvictionConfig, chosen: str, does: str) -> None:
     """Raise ConfigError for one set for all heads, protected ends, few bits and corrections: nothing is evicted.
 
-    `chosen` is what a head chooses, and `does` what its policy does instead of evicting.
+    `chosen` names what a head chooses, `does` what the policy does instead of evicting; both are for the message.
     """
     name = config.policy.name
     if config.granularity.name == "layer":
@@ -212,10 +223,10 @@ def check_whole(config: EvictionConfig, chosen: str, does: str) -> None:
 
 
 def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:
-    """Whole numbers that add up to min(total, most · len), each near its share and none above `most`.
+    """Return whole numbers that add up to min(total, most · len), each near its share and none above `most`.
 
-    Largest remainder: every place gets its share's floor, what is left goes to the largest fractions, the earlier place
-    first; what a full place cannot take goes on in the same order. Without `most` nothing waits for the device, and
+    Largest remainder: every item gets its share's floor, what is left goes to the largest fractions, the earlier item
+    first; what a full item cannot take goes on in the same order. Without `most` nothing waits for the device, and
     the shares add up to `total`.
     """
     counts: Tensor = round_down_entries(shares)
@@ -223,14 +234,14 @@ def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = No
     order = fractions.sort(descending=True, stable=True).indices
     counts = counts.to(torch.int64)
     if most is None:
-        return counts.scatter_add(0, order, _ones(total - counts.sum(), order))
+        return counts.scatter_add(0, order, _first_ones(total - counts.sum(), order))
     counts, wanted = counts.clamp(max=most), min(total, most * len(shares))
     while (left := wanted - int(counts.sum())) > 0:
-        open_places = order[counts[order] < most]
-        counts[open_places[:left]] += 1
+        not_full = order[counts[order] < most]
+        counts[not_full[:left]] += 1
     return counts
 
 
-def _ones(left: Int[Tensor, ""], order: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-    """1 for the first `left` places, 0 for the others."""
+def _first_ones(left: Int[Tensor, ""], order: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
+    """Return 1 for the first `left` items, 0 for the others."""
     return (torch.arange(len(order), device=order.device) < left).to(torch.int64)

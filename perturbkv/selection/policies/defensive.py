@@ -56,25 +56,25 @@ class DefensiveKV(Policy):
 
     @property
     def score(self) -> Score:
-        """Worst cases."""
+        """The score of worst cases."""
         return defensive.Defensive(pool=self.pool, kernel=self.kernel)
 
     @property
     def first_stage(self) -> Score:
-        """Mean attention."""
+        """Mean attention, the score of its own stage 1."""
         return SnapKV(pool="none", kernel=1)
 
     def first_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], places: slice
     ) -> Int[Tensor, " kept_head"]:
-        """Entries strictly before `mass` less the bias, below the bound."""
+        """Return the number of entries strictly before the cumulative mass `mass` − bias, at most the bound."""
         prefix, window = scores.shape[-1], config.window
         most = prefix * config.allowed_entries(prefix + window) // (prefix + window) - window
         bias = scores[:, -window:].sum(dim=-1).mean()
-        held = scores[:, places].sort(dim=-1, descending=True).values
-        share = held / held.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(WORK).tiny)
+        ordered = scores[:, places].sort(dim=-1, descending=True).values
+        share = ordered / ordered.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(WORK).tiny)
         return (share.cumsum(dim=-1) < self.mass - bias).sum(dim=-1).clamp(max=max(0, most))
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Each head's count among the layer's first."""
-        return available.of_the_layers_largest()
+        """Return each head's count among the layer's largest scores."""
+        return available.counts_among_layer_top()

@@ -1,7 +1,7 @@
 """Layer-DefensiveKV (Feng et al., 2025, https://arxiv.org/abs/2510.13334; code: FFY0/DefensiveKV): layers compete too.
 
-As `defensive`, whose file gives score and stage 1, with the budget of all layers shared out among the entries of all
-layers. As in the released code an entry of stage 1 competes with the largest score of *its own layer*, so that in a
+As `defensive`, whose file describes score and stage 1, with the budget of all layers shared out among the entries of
+all layers. As in the released code an entry of stage 1 competes with the largest score of *its own layer*, so that in a
 layer of small scores stage 1 may be cut, its best by mean attention staying. The released window competes so too; here
 it always stays.
 """
@@ -28,5 +28,5 @@ class LayerDefensiveKV(DefensiveKV):
     whole_model: ClassVar[bool] = True
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Each head's count among the model's first."""
-        return available.of_the_models_largest()
+        """Return each head's count among the model's largest scores."""
+        return available.counts_among_model_top()

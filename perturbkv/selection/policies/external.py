@@ -1,7 +1,7 @@
-"""Policies that are not ours: `given:NAME`, whose kept sets somebody hands over, and what runs outside code.
+"""External policies: `given:NAME`, whose kept sets the user passes, and the base class of those that run other code.
 
-Such a policy has a name with a colon. It shares nothing out and takes no selection: what it kept is its kept set, one
-per key/value head, whatever it holds, and `given` is what stands in the selection's place.
+An external policy has a name with a colon. It allocates no budget and takes no selection: the entries that it kept are
+its kept set, one per key/value head, and the name of its selection is `given`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from perturbkv.selection.policies.base import Policy
 
 
 @dataclass(frozen=True)
-class Outside(Policy):
-    """A policy whose kept sets come from outside."""
+class ExternalPolicy(Policy):
+    """A policy with external kept sets."""
 
     selections: ClassVar[tuple[str, ...]] = (GIVEN,)
     budgets: ClassVar[str] = "by head"
@@ -30,11 +30,11 @@ class Outside(Policy):
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
         """Raise ConfigError for a selection, a granularity, a protection, a precision or a correction of ours."""
-        asked = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
+        fields = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
                  "window": (config.window, 0), "protect_first": (config.protect_first, 0),
                  "protect_recent": (config.protect_recent, 0), "precision": (str(config.precision), FULL),
                  "correction": (str(config.correction), NONE)}  # fmt: skip
-        for what, (got, wanted) in asked.items():
+        for what, (got, wanted) in fields.items():
             if got != wanted:
                 msg = (
                     f"policy '{config.policy}' keeps what it keeps, per key/value head: expected {what} "
@@ -43,14 +43,14 @@ class Outside(Policy):
                 raise ConfigError(msg)
 
     @classmethod
-    def completed(cls, choice: Choice) -> Choice:
-        """The choice, which has no options. Raises ConfigError for one."""
+    def complete(cls, choice: Choice) -> Choice:
+        """Return the choice, which has no options. Raises ConfigError where it has one."""
         if choice.options:
             msg = f"policy '{choice.name}' is kept sets that are handed over; it takes no options, got {choice}"
             raise ConfigError(msg)
         return Choice(choice.name, {}, frozenset())
 
 
-def policy(name: str) -> type[Outside]:
-    """The class of `given:NAME`."""
-    return type("Given", (Outside,), {"name": name})
+def policy_class(name: str) -> type[ExternalPolicy]:
+    """Return the class of `given:NAME`."""
+    return type("Given", (ExternalPolicy,), {"name": name})

@@ -19,7 +19,7 @@ from perturbkv.selection.policies.base import Policy
 
 @dataclass(frozen=True)
 class H2O(Policy):
-    """All queries vote, uniform budgets, a share of them recent."""
+    """Attention of all queries, with uniform budgets and a share of recent entries."""
 
     name: ClassVar[str] = "h2o"
     summary: ClassVar[str] = "all queries vote; half of the budget is recent entries"
@@ -33,9 +33,9 @@ class H2O(Policy):
 
     @property
     def score(self) -> Score:
-        """Every query's."""
+        """Mean attention of all queries."""
         return h2o.H2O(pool=self.pool, kernel=self.kernel)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
-        """⌊recent · b⌋ entries, at least the window and what is protected."""
+        """Return ⌊recent · b⌋ entries, at least the window and the protected entries."""
         return max(super().recent_entries(config, kept), int(round_down_entries(self.recent * kept)))

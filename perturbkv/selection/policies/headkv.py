@@ -26,7 +26,7 @@ from perturbkv.selection.policies.base import Pooled, apportion
 
 @dataclass(frozen=True)
 class HeadKV(Pooled):
-    """SnapKV's score, or `by` another, budgets by given head scores."""
+    """SnapKV's score, or the one of `by`, with budgets by given head scores."""
 
     name: ClassVar[str] = "headkv"
     summary: ClassVar[str] = "snapkv's score; budgets by given head scores (--head-scores)"
@@ -36,7 +36,7 @@ class HeadKV(Pooled):
     beta: float = option(1.01, "one beta-th of b − w is shared out by head scores", low=1)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """The layer's row of the whole model's budgets."""
+        """Return the layer's row of the whole model's budgets."""
         if available.head_scores is None:
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv trace --head-scores` writes"
             raise ConfigError(msg)
@@ -45,7 +45,7 @@ class HeadKV(Pooled):
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:
-    """Prefix entries of every kept set; their sum is `mean` times their number, none above `prefix`."""
+    """Return the prefix entries of every kept set: `mean` on the average, none above `prefix`."""
     share = scores.double() / scores.double().sum()
     budgets = mean * (1 - 1 / beta) + share * scores.numel() * mean / beta
     return apportion(budgets.flatten(), scores.numel() * mean, prefix).view(scores.shape)

@@ -1,7 +1,7 @@
-"""`kvpress:NAME(…)`: a press of kvpress (https://github.com/NVIDIA/kvpress), whose own parameters are its options.
+"""`kvpress:NAME(…)`: a press of kvpress (https://github.com/NVIDIA/kvpress) with its own parameters as options.
 
-kvpress is imported where such a policy is completed, which is before anything is planned; a finished trace that holds
-one is read without it. Its `compression_ratio` is no option: the budget says it.
+kvpress is imported when such a policy's choice is completed, before anything is planned; a finished trace with a press
+is read without kvpress. `compression_ratio` is no option: the budget decides it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.selection.policies.external import Outside
+from perturbkv.selection.policies.external import ExternalPolicy
 
 PREFIX = "kvpress"
 _BELOW = (5, 3)
@@ -42,42 +42,42 @@ REFUSED: Mapping[str, str] = {
     "ComposedPress": "takes a list of presses, each with a ratio of its own, where one budget says one ratio",
     "ObservedAttentionPress": "needs attention weights, which only attn_implementation='eager' gives",
 }  # fmt: skip
-"""Presses that leave more than a kept set behind, or nothing of one, and why."""
+"""Presses that cannot be measured as kept sets -> the reason, as the end of a sentence."""
 
 
-class Press(Outside):
+class Press(ExternalPolicy):
     """A press of kvpress."""
 
     summary: ClassVar[str] = "a press of kvpress with its own parameters, run as for its users"
     paper: ClassVar[str] = "https://github.com/NVIDIA/kvpress"
 
     @classmethod
-    def completed(cls, choice: Choice) -> Choice:
-        """The press with all of its parameters, nested ones too; whether it can be made is tried.
+    def complete(cls, choice: Choice) -> Choice:
+        """Return the press with all of its parameters, nested ones too, after building it once.
 
-        Raises ConfigError where kvpress is missing or another transformers is there, for a press that is refused, a
-        parameter that it lacks, or what the press itself does not take; UnknownNameError for one that does not exist.
+        Raises ConfigError where kvpress or a suitable transformers is missing, for a press that cannot be measured, a
+        parameter that it lacks, or a value that it refuses; UnknownNameError for a press that does not exist.
         """
         library()
-        found = _completed(choice, choice.name.partition(":")[2])
-        build(found)
-        return found
+        whole = _complete(choice, choice.name.partition(":")[2])
+        build(whole)
+        return whole
 
 
 @functools.cache
-def policy(name: str) -> type[Press]:
-    """The class of `kvpress:NAME`."""
+def policy_class(name: str) -> type[Press]:
+    """Return the class of `kvpress:NAME`."""
     return type("NamedPress", (Press,), {"name": name})
 
 
 def is_press(choice: Choice) -> bool:
-    """Whether a policy is a press."""
+    """Return whether a policy is a press."""
     return choice.name.startswith(f"{PREFIX}:")
 
 
 @functools.cache
 def library() -> Any:
-    """The kvpress package. Raises ConfigError where it is not installed, or not with a transformers that it can use."""
+    """Return the kvpress package. Raises ConfigError where it, or a transformers that it can use, is missing."""
     here = importlib.metadata.version("transformers")
     needs = "kvpress 0.5.5, which runs with transformers below 5.3 (pip install 'perturbkv[kvpress]', best apart)"
     if not version():
@@ -92,38 +92,38 @@ def library() -> Any:
 
 
 def version() -> str:
-    """Of kvpress; empty where it is not installed."""
+    """Return the version of kvpress; empty where it is not installed."""
     try:
         return importlib.metadata.version("kvpress")
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def exported() -> list[str]:
-    """Everything that kvpress offers by name."""
+def exported_names() -> list[str]:
+    """Return the public names of kvpress."""
     return sorted(library().__all__)
 
 
-def _class(name: str) -> Any:
-    """The press of this name. Raises UnknownNameError, and ConfigError for one that is refused."""
+def _press_class(name: str) -> Any:
+    """Return the class of a press. Raises UnknownNameError, and ConfigError for one that cannot be measured."""
     if name in REFUSED:
         msg = f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/kvpress.md)"
         raise ConfigError(msg)
-    if name not in exported():
-        raise UnknownNameError(name, "press", [known for known in exported() if known not in REFUSED])
+    if name not in exported_names():
+        raise UnknownNameError(name, "press", [known for known in exported_names() if known not in REFUSED])
     return getattr(library(), name)
 
 
 def _parameters(name: str) -> dict[str, Any]:
-    """Parameters of a press by name, each with its default, but for the ratio and what is its own business."""
-    found = inspect.signature(_class(name)).parameters
-    return {key: one.default for key, one in found.items() if key != RATIO and not key.startswith("_")}
+    """Return the parameters of a press -> their defaults, without the ratio and private ones."""
+    parameters = inspect.signature(_press_class(name)).parameters
+    return {key: parameter.default for key, parameter in parameters.items() if key != RATIO and not key.startswith("_")}
 
 
-def _completed(choice: Choice, name: str) -> Choice:
-    """A press with its parameters in their order, those at a plain default as the usual ones."""
+def _complete(choice: Choice, name: str) -> Choice:
+    """Return a press with its parameters in their order, those at a plain default marked as usual."""
     known = _parameters(name)
-    given = dict(_named(name, key, value, known) for key, value in choice.options.items())
+    given = dict(_complete_parameter(name, key, value, known) for key, value in choice.options.items())
     if len(given) < len(choice.options):
         msg = f"press '{name}' gets one parameter twice: {choice}"
         raise ConfigError(msg)
@@ -133,17 +133,17 @@ def _completed(choice: Choice, name: str) -> Choice:
         wanted = ", ".join(f"{key}=…" for key in missing)
         msg = f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({wanted})"
         raise ConfigError(msg)
-    usual = {key for key, default in plain.items() if whole[key] == default and key not in _presses(whole)}
+    usual = {key for key, default in plain.items() if whole[key] == default and key not in _press_options(whole)}
     return Choice(choice.name, whole, frozenset(usual))
 
 
-def _presses(options: Mapping[str, Any]) -> list[str]:
+def _press_options(options: Mapping[str, Any]) -> list[str]:
     return [key for key, value in options.items() if isinstance(value, Choice)]
 
 
-def _named(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """One parameter, by its name, presses in it completed. Raises ConfigError for one that the press lacks."""
-    first = next(iter(inspect.signature(_class(name)).parameters), UNNAMED)
+def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return name and value of a parameter, with nested presses completed. Raises ConfigError for an unknown one."""
+    first = next(iter(inspect.signature(_press_class(name)).parameters), UNNAMED)
     key = first if key == UNNAMED else key
     if key == RATIO:
         msg = f"{RATIO} of press '{name}' is what --budget says; leave it out"
@@ -151,38 +151,38 @@ def _named(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[s
     if key not in known:
         msg = f"press '{name}' takes no '{key}'; its parameters: {', '.join(known) or 'none'}"
         raise ConfigError(msg)
-    if isinstance(value, str) and value in exported():
+    if isinstance(value, str) and value in exported_names():
         value = Choice(value)
-    return key, _completed(value, value.name) if isinstance(value, Choice) else value
+    return key, _complete(value, value.name) if isinstance(value, Choice) else value
 
 
-def described(name: str) -> dict[str, Any]:
-    """A press' parameters and their defaults, by the policy's name. Raises as `Press.completed`."""
+def press_parameters(name: str) -> dict[str, Any]:
+    """Return the parameters of a press, given the policy's name -> their defaults. Raises as `Press.complete`."""
     return _parameters(name.partition(":")[2])
 
 
 def build(choice: Choice) -> Any:
-    """The press that a completed choice describes. Raises ConfigError for what the press does not take."""
+    """Return the press of a completed choice. Raises ConfigError for a value that the press refuses."""
     name = choice.name.removeprefix(f"{PREFIX}:")
     options = {key: build(value) if isinstance(value, Choice) else value for key, value in choice.options.items()}
-    kind = _class(name)
-    hints = {key: str(one.annotation).lower() for key, one in inspect.signature(kind).parameters.items()}
-    options = {key: _listed(value) if "list[float]" in hints[key] else value for key, value in options.items()}
+    kind = _press_class(name)
+    hints = {key: str(parameter.annotation).lower() for key, parameter in inspect.signature(kind).parameters.items()}
+    options = {key: _parse_numbers(value) if "list[float]" in hints[key] else value for key, value in options.items()}
     try:
         with quiet():
             return kind(**options)
     except Exception as error:
-        raise ConfigError(failed(name, "made", error)) from None
+        raise ConfigError(failure_message(name, "made", error)) from None
 
 
-def _listed(value: Any) -> Any:
-    """Numbers of a quoted text: compression_ratios="0.5, 0.25"."""
+def _parse_numbers(value: Any) -> Any:
+    """Return the numbers of a quoted text, as in compression_ratios="0.5, 0.25"; other values unchanged."""
     return [float(number) for number in re.findall(r"[\d.eE+-]+", value)] if isinstance(value, str) else value
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block kvpress logs errors alone."""
+    """Let kvpress log errors alone inside the block."""
     log = logging.getLogger(PREFIX)
     before = log.level
     log.setLevel(logging.ERROR)
@@ -192,7 +192,7 @@ def quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def failed(name: str, what: str, error: Exception) -> str:
-    """One line of what a press could not do, in its own words, cut where they are many."""
-    said = " ".join(str(error).split())
-    return f"press '{name}' cannot be {what}: {type(error).__name__}: {said[:240]}{'…' if len(said) > 240 else ''}"
+def failure_message(name: str, what: str, error: Exception) -> str:
+    """Return a one-line message of what a press could not do, with its own error, shortened."""
+    reason = " ".join(str(error).split())
+    return f"press '{name}' cannot be {what}: {type(error).__name__}: {reason[:240]}{'…' if len(reason) > 240 else ''}"

@@ -29,7 +29,7 @@ from perturbkv.selection.policies.base import BY_SCORE, Policy
 
 @dataclass(frozen=True)
 class KVzip(Policy):
-    """What a replay needs most."""
+    """Largest weights of entries in a replay of the context."""
 
     name: ClassVar[str] = "kvzip"
     summary: ClassVar[str] = "what a replay of the context attends to; all layers' heads compete"
@@ -49,13 +49,13 @@ class KVzip(Policy):
 
     @property
     def score(self) -> Score:
-        """Of the replay."""
+        """Largest weight of an entry in the replay."""
         return kvzip.KVzip(chunk=self.chunk, sinks=self.sinks, wording=self.wording)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Each head's count among the largest of all that compete with it."""
+        """Return each head's count among the largest scores of all heads that compete with it."""
         if self.across == "head":
             return available.uniform(available.free)
         if self.across == "layer":
-            return available.of_the_layers_largest()
-        return available.of_the_models_largest()
+            return available.counts_among_layer_top()
+        return available.counts_among_model_top()

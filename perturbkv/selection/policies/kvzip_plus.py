@@ -12,12 +12,12 @@ from perturbkv.selection.policies.kvzip import KVzip
 
 @dataclass(frozen=True)
 class KVzipPlus(KVzip):
-    """What adds most to the residual stream of a replay."""
+    """Largest contributions of entries to the residual stream of a replay."""
 
     name: ClassVar[str] = "kvzip-plus"
     summary: ClassVar[str] = "what a replay of the context takes up; all layers' heads compete"
 
     @property
     def score(self) -> Score:
-        """Of the replay."""
+        """Largest contribution of an entry to the residual stream of the replay."""
         return kvzip_plus.KVzipPlus(chunk=self.chunk, sinks=self.sinks, wording=self.wording)

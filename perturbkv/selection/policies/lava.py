@@ -35,7 +35,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import lava
-from perturbkv.selection.layer_budget import LayerBudget, counted
+from perturbkv.selection.layer_budget import LayerBudget, count_rows
 from perturbkv.selection.policies.base import Pooled, apportion
 
 
@@ -57,27 +57,27 @@ class LAVa(Pooled):
 
     @property
     def own_score(self) -> Score:
-        """LAVa's."""
+        """LAVa's score."""
         return lava.LAVa(pool=self.pool, kernel=self.kernel)
 
     @property
     def mixes(self) -> bool:
-        """Entropies and mixtures need scores of 0 and above."""
+        """True: entropies and mixtures need scores of 0 and above."""
         return True
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """The layer's share, and each kept set's of it."""
+        """Return each kept set's share of the layer's share."""
         mean, heads = available.free, available.kept_heads
-        layers = available.all_layers(("lava", mean), lambda rows: layer_budgets(rows, mean, available.prefix))
+        layers = available.compute_model_wide(("lava", mean), lambda rows: layer_budgets(rows, mean, available.prefix))
         floors = torch.full_like(layers, mean) if self.floor_of == "model" else layers
         totals = apportion(heads * ((1 - self.floor) * layers + self.floor * floors), heads * int(layers.sum()))
-        own, least, total = (int(of[available.layer]) for of in (layers, floors, totals))
-        counts = counted(available.heads_in_order()[: heads * own], heads)
+        own, least, total = (int(budgets[available.layer]) for budgets in (layers, floors, totals))
+        counts = count_rows(available.heads_by_score()[: heads * own], heads)
         return apportion((1 - self.floor) * counts + self.floor * least, total)
 
 
 def layer_budgets(rows: Iterable[Float[Tensor, "kept_head place"]], mean: int, most: int) -> Int[Tensor, " layer"]:
-    """B_l: entries per kept set of each layer, `mean` on the average and none above `most`; on the CPU."""
+    """Return B_l, the entries per kept set of each layer: `mean` on the average, none above `most`; on the CPU."""
     entropies = torch.stack([entropy(layer) for layer in rows]).cpu()
     whole = float(entropies.sum())
     shares = entropies / whole if whole > 0 else torch.full_like(entropies, 1 / len(entropies))
@@ -85,8 +85,8 @@ def layer_budgets(rows: Iterable[Float[Tensor, "kept_head place"]], mean: int, m
 
 
 def entropy(scores: Float[Tensor, "kept_head place"]) -> Float[Tensor, ""]:
-    """e: of all entries' scores, as a share of the largest there can be; 0 where there is one entry or none."""
+    """Return e, the entropy of all entries' scores as a share of the largest possible one; 0 for at most one entry."""
     flat = scores.to(theory.WORK).flatten()
     share = flat / flat.sum().clamp(min=torch.finfo(theory.WORK).tiny)
-    found: Tensor = torch.special.entr(share).sum() / math.log(max(2, len(flat)))
-    return found
+    entropy_share: Tensor = torch.special.entr(share).sum() / math.log(max(2, len(flat)))
+    return entropy_share

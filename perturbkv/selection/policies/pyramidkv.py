@@ -34,7 +34,7 @@ from perturbkv.selection.policies.base import Pooled, apportion
 
 @dataclass(frozen=True)
 class PyramidKV(Pooled):
-    """SnapKV's score, or `by` another, budgets by layer."""
+    """SnapKV's score, or the one of `by`, with budgets by layer."""
 
     name: ClassVar[str] = "pyramidkv"
     summary: ClassVar[str] = "snapkv's score; lower layers keep more than upper ones"
@@ -45,7 +45,7 @@ class PyramidKV(Pooled):
                        known=("prefix", "total"))  # fmt: skip
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """The layer's place on the line, for every kept set."""
+        """Return the layer's budget on the line, for every kept set."""
         if self.line == "total":
             most = available.prefix + available.always - available.window
             budgets = (
@@ -57,7 +57,7 @@ class PyramidKV(Pooled):
 
 
 def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """Prefix entries per head of each layer: their sum is `layers` · `mean`, none above `prefix`."""
+    """Return the prefix entries per head of each layer: `mean` on the average, none above `prefix`."""
     if layers == 1:
         return torch.tensor([mean])
     first = min(2 * mean - mean / beta, prefix)
@@ -67,7 +67,10 @@ def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tenso
 
 
 def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """All entries per head of each layer: `kept` on the average, at most `most`; equal where one is below `least`."""
+    """Return all entries per head of each layer, `kept` on the average and at most `most`.
+
+    They are equal where one would be below `least`.
+    """
     first = min(2 * kept - kept / Fraction(beta), Fraction(most))  # exact: a half is rounded to even, not by its float
     last = 2 * kept - first
     if layers == 1 or not first >= last >= least:

@@ -20,12 +20,12 @@ from typing import ClassVar
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.configs.selections import PAGE_SIZE
-from perturbkv.selection.policies.base import Policy, check_whole
+from perturbkv.selection.policies.base import Policy, check_non_evicting
 
 
 @dataclass(frozen=True)
 class Quest(Policy):
-    """As many pages for every head, chosen anew at every step."""
+    """Equally many pages for every head, chosen again at every step."""
 
     name: ClassVar[str] = "quest"
     summary: ClassVar[str] = "evicts nothing: each query reads the pages that its keys' bounds favour"
@@ -38,4 +38,4 @@ class Quest(Policy):
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
         """Raise ConfigError for one set for all heads, for protected ends, few bits and corrections."""
-        check_whole(config, "pages", "reads pages of the model's own cache")
+        check_non_evicting(config, "pages", "reads pages of the model's own cache")

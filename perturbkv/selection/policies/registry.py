@@ -1,7 +1,7 @@
-"""The known eviction systems, by name, and their configurations with all options resolved.
+"""The known eviction systems by name, and configurations with all options that make a difference.
 
-The systems are the files of this folder, what `register_policy` and installed packages add, and every score, with equal
-budgets; names are known before any is imported.
+The systems are the files of this folder, those that `register_policy` and installed packages add, and every score, with
+equal budgets; names are known before any is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from perturbkv.selection import effects
 if TYPE_CHECKING:
     from perturbkv.scoring.score import Score
     from perturbkv.selection.policies.base import Policy
-    from perturbkv.selection.policies.external import Outside
+    from perturbkv.selection.policies.external import ExternalPolicy
 
 
 def _base() -> type[Policy]:
@@ -42,8 +42,8 @@ _POLICIES: Catalogue[Policy] = Catalogue(
 )
 
 
-_OUTSIDE = {"given": "external", "kvpress": "kvpress"}
-"""What stands before the colon of a policy from outside -> the module that has it."""
+_EXTERNAL_MODULES = {"given": "external", "kvpress": "kvpress"}
+"""Prefix of an external policy, before the colon -> its module."""
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
@@ -63,110 +63,113 @@ def register_score(score: type[Score]) -> type[Score]:
 
 
 def names() -> list[str]:
-    """Every policy's name, SnapKV's first and those that were added last; nothing is imported."""
-    found = [*_POLICIES.names(), *SCORES.names()]
+    """Return every policy's name, SnapKV's first and registered ones last; nothing is imported."""
+    every = [*_POLICIES.names(), *SCORES.names()]
     added = [*SCORES.registered, *_POLICIES.registered]
-    return sorted(dict.fromkeys(found), key=lambda name: (name in added, name != "snapkv"))
+    return sorted(dict.fromkeys(every), key=lambda name: (name in added, name != "snapkv"))
 
 
 def known() -> list[type[Policy]]:
-    """Every policy."""
+    """Return the class of every policy."""
     return [info(name) for name in names()]
 
 
 def info(name: str) -> type[Policy]:
-    """The policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
-    if _from_outside(name):
-        return _outside(name)
+    """Return a policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
+    if _is_external(name):
+        return _external_class(name)
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
         return _POLICIES.load(name)
     if name not in SCORES.names() and not refers_to_file(name):
         raise UnknownNameError(name, "policy", names())
-    return _by_score(cast("Any", SCORES.load(name)), name)  # classes are hashed as such
+    return _score_policy(cast("Any", SCORES.load(name)), name)  # classes are hashed as such
 
 
 def _is_score(name: str) -> bool:
-    """Whether a class of a user's own file is a score. Raises PluginError for one that is neither that nor a policy."""
-    found = load_class(name)
-    if isinstance(found, type) and not issubclass(found, (SCORES.base(), _POLICIES.base())):
-        msg = f"expected '{name}' to be a subclass of Score or Policy, got {found.__name__}"
+    """Return whether a class of a user's file is a score. Raises PluginError where it is neither score nor policy."""
+    kind = load_class(name)
+    if isinstance(kind, type) and not issubclass(kind, (SCORES.base(), _POLICIES.base())):
+        msg = f"expected '{name}' to be a subclass of Score or Policy, got {kind.__name__}"
         raise PluginError(msg)
-    return isinstance(found, type) and issubclass(found, SCORES.base())
+    return isinstance(kind, type) and issubclass(kind, SCORES.base())
 
 
 @functools.cache
-def _by_score(score: type[Score], name: str) -> type[Policy]:
+def _score_policy(score: type[Score], name: str) -> type[Policy]:
     from perturbkv.selection.policies.base import ByScore
 
-    return ByScore.of(score, name)
+    return ByScore.subclass_for(score, name)
 
 
 def plugins(config: EvictionConfig) -> dict[str, str]:
-    """Score or policy that is not ours -> what tells this version of it from others."""
+    """Return the names of a configuration's plugins, scores or policies -> a digest of their version."""
     policy = info(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
     used = {config.policy.name: getattr(policy, "scored", policy)}
     used |= {by.name: SCORES.load(by.name)} if isinstance(by, Choice) else {}
-    return {name: class_digest(known) for name, known in used.items() if not is_builtin(known)}
+    return {name: class_digest(kind) for name, kind in used.items() if not is_builtin(kind)}
 
 
-def _from_outside(name: str) -> bool:
+def _is_external(name: str) -> bool:
     prefix, colon, _ = name.partition(":")
-    return bool(colon) and prefix in _OUTSIDE
+    return bool(colon) and prefix in _EXTERNAL_MODULES
 
 
-def _outside(name: str) -> type[Outside]:
-    """The class of a policy from outside: `kvpress:SnapKVPress`."""
-    found = importlib.import_module(f"{__package__}.{_OUTSIDE[name.partition(':')[0]]}")
-    return cast("type[Outside]", found.policy(name))
+def _external_class(name: str) -> type[ExternalPolicy]:
+    """Return the class of an external policy, such as `kvpress:SnapKVPress`."""
+    module = importlib.import_module(f"{__package__}.{_EXTERNAL_MODULES[name.partition(':')[0]]}")
+    return cast("type[ExternalPolicy]", module.policy_class(name))
 
 
 def build(choice: Choice) -> Policy:
-    """The policy with its options, those that were not given at their defaults. Raises as `complete_choice`."""
-    if _from_outside(choice.name):
-        return _outside(choice.name)()  # what its options say matters to whoever runs it
-    whole = choice if choice.defaults is not None else _completed(choice)
+    """Return the policy of a choice, with defaults for missing options. Raises as `complete_choice`."""
+    if _is_external(choice.name):
+        return _external_class(choice.name)()  # its options matter only to the code that runs it
+    whole = choice if choice.defaults is not None else _complete(choice)
     return info(choice.name)(**whole.options)
 
 
-def spelled(choice: Choice) -> Choice:
-    """The choice with a score that stands first without a name, `adakv(caote)`, under its name: `adakv(by=caote)`."""
+def name_first_argument(choice: Choice) -> Choice:
+    """Return the choice with a first argument without a name, `adakv(caote)`, under its name: `adakv(by=caote)`."""
     if UNNAMED not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
         return choice
     return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
 
-def _completed(choice: Choice) -> Choice:
-    if _from_outside(choice.name):
-        return _outside(choice.name).completed(choice)
-    whole = complete_choice(spelled(choice), f"policy '{choice.name}'", info(choice.name).options())
+def _complete(choice: Choice) -> Choice:
+    if _is_external(choice.name):
+        return _external_class(choice.name).complete(choice)
+    whole = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
     by = whole.options.get("by")
     if not isinstance(by, Choice):
         return whole.without(["by"])
     own = info(choice.name)().score.name
-    return dataclasses.replace(whole, options={**whole.options, "by": _ranked_by(by, own)})
+    return dataclasses.replace(whole, options={**whole.options, "by": _resolve_other_score(by, own)})
 
 
-def _ranked_by(by: Choice, own: str) -> Choice:
-    """The other score of a policy, resolved. Raises ConfigError for its `own`."""
+def _resolve_other_score(by: Choice, own: str) -> Choice:
+    """Return the choice of another score with all its options. Raises ConfigError for the policy's `own` score."""
     if by.name == own:
         msg = f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy"
         raise ConfigError(msg)
-    return scores.resolved(by)
+    return scores.complete(by)
 
 
-def resolved(config: EvictionConfig) -> EvictionConfig:
-    """The configuration with every option that makes a difference: what a run is planned with and a trace stores.
+def normalise(config: EvictionConfig) -> EvictionConfig:
+    """Return the configuration with every option that makes a difference, as it is planned and stored in a trace.
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
     info(config.policy.name).check(config)
-    whole = dataclasses.replace(config, policy=_completed(config.policy))
-    idle = effects.idle(whole, build(whole.policy))
-    for (owner, name), needs in idle.items():
+    whole = dataclasses.replace(config, policy=_complete(config.policy))
+    without_effect = effects.options_without_effect(whole, build(whole.policy))
+    for (owner, name), needs in without_effect.items():
         choice: Choice = getattr(whole, owner)
         if name in choice.shown_options:
             msg = f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out"
             raise ConfigError(msg)
-    left = {owner: getattr(whole, owner).without(name for of, name in idle if of == owner) for owner in CHOICES}
-    return dataclasses.replace(whole, **left)
+    effective = {
+        owner: getattr(whole, owner).without(name for other, name in without_effect if other == owner)
+        for owner in CHOICES
+    }
+    return dataclasses.replace(whole, **effective)

@@ -23,18 +23,18 @@ from perturbkv.selection.policies.base import Places, Policy
 
 @dataclass(frozen=True)
 class SinksFirst:
-    """Sinks first, the earliest of them foremost, then the most recent places."""
+    """A score by position: the sinks first, the earliest of them foremost, then the most recent entries."""
 
     sinks: int
 
     def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-        """Above all places for a sink."""
+        """Return the position, and for a sink a number above all positions."""
         return torch.where(place < self.sinks, 2 * len(place) - place, place)
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Policy):
-    """Uniform budgets, filled by position."""
+    """Uniform budgets that are filled by position."""
 
     name: ClassVar[str] = "streaming-llm"
     summary: ClassVar[str] = "the first entries and the most recent ones, whatever they hold"
@@ -45,12 +45,13 @@ class StreamingLLM(Policy):
                             known=("kept", "in-cache"))  # fmt: skip
 
     def places(self) -> Places:
-        """Sinks first."""
+        """Return the score by position with the sinks first."""
         return SinksFirst(self.sinks)
 
     @property
     def in_cache(self) -> bool:
-        """Whether keys stand at 0 … b − 1. It changes what is propagated; isolated quantities and bounds are those of
-        the kept set at the prompt's positions.
+        """True where keys are rotated to positions 0 … b − 1.
+
+        It changes what is propagated; isolated quantities and bounds are of the kept set at the prompt's positions.
         """
         return self.positions == "in-cache"

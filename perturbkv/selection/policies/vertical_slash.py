@@ -25,12 +25,12 @@ from typing import ClassVar
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.selection.policies.base import Policy, check_whole
+from perturbkv.selection.policies.base import Policy, check_non_evicting
 
 
 @dataclass(frozen=True)
 class VerticalSlash(Policy):
-    """As many lines for every head, chosen once, from the prompt's last queries."""
+    """Equally many lines for every head, chosen once from the prompt's last queries."""
 
     name: ClassVar[str] = "vertical-slash"
     summary: ClassVar[str] = "evicts nothing: a prefill of its own looks at some entries and offsets"
@@ -47,8 +47,8 @@ class VerticalSlash(Policy):
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
         """Raise ConfigError for one set for all heads, for protected ends, few bits and corrections."""
-        check_whole(config, "lines", "reads the prompt in a prefill of its own")
+        check_non_evicting(config, "lines", "reads the prompt in a prefill of its own")
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Those that every query looks at."""
+        """Return the number of first entries that every query attends to."""
         return self.first
