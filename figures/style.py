@@ -293,7 +293,7 @@ def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
 
 def _foot_lines(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
     notes = [note] if note else []
-    return [part for escape_line in [*notes, *identity.lines()] for part in _wrap(escape_line, width_mm / _INCH_MM)]
+    return [part for line in [*notes, *identity.lines()] for part in _wrap(line, width_mm / _INCH_MM)]
 
 
 def _lines_mm(lines: Sequence[str]) -> float:
@@ -303,11 +303,11 @@ def _lines_mm(lines: Sequence[str]) -> float:
 def _wrap(line: str, width_inches: float) -> list[str]:
     """Return a long line broken between its parts, and long parts broken between their words."""
     width = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
-    if len(escape_line) <= width:
-        return [escape_line]
-    mark = next((mark for mark in (" · ", " | ") if mark in escape_line), " ")
+    if len(line) <= width:
+        return [line]
+    mark = next((mark for mark in (" · ", " | ") if mark in line), " ")
     rows = [""]
-    for part in escape_line.split(mark):
+    for part in line.split(mark):
         longer = f"{rows[-1]}{mark}{part}" if rows[-1] else part
         if len(longer) <= width or not rows[-1]:
             rows[-1] = longer

@@ -271,8 +271,8 @@ class Repository:
         needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
         if needed > free:
             msg = (
-                f"it takes {format_size(needed)} and {format_size(free)} are free in {folder}; make room there, or set HF_HOME to "
-                "another place"
+                f"it takes {format_size(needed)} and {format_size(free)} are free in {folder}; make room there, or "
+                "set HF_HOME to another place"
             )
             raise HubError(msg)
 

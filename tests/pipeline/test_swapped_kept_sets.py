@@ -21,7 +21,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.variants import mixtures as swapping
-from perturbkv.pipeline.variants.mixtures import SwapSample
+from perturbkv.pipeline.variants.mixtures import MixtureSample
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.patching_file import PatchingRow, PatchingStore
 from perturbkv.trace import Trace
@@ -50,7 +50,7 @@ class Case:
         configs = sides(granularity, policy)
         run = RunConfig("m", "d", configs, samples=1, steps=STEPS, scenario=scenario)
         self.trace = Trace.of(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
-        self.sample = SwapSample(self.adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
+        self.sample = MixtureSample(self.adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
         self.ends = [Mixture.of_layers(LAYERS, self.sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
 
     def masks(self, mixture: Mixture) -> list[np.ndarray]:
@@ -104,7 +104,7 @@ def test_sides_that_store_or_place_their_entries_otherwise_are_the_traces_too(
     adapter = exact_adapter("llama", 4, 2, layers=LAYERS, d_head=32)
     run = RunConfig("m", "d", configs, samples=1)
     arrays = trace_sample(adapter, PROMPTS[0], run).arrays
-    sample = SwapSample(adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
+    sample = MixtureSample(adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
     ends = [Mixture.of_layers(LAYERS, sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
     rows = sample.measure(ends).rows
     for side, row in enumerate(rows):
@@ -239,9 +239,9 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
 ) -> None:
     question = pk.PatchingConfig(permutations=8, greedy=3, treatment_in=[[0]])
     asked: dict[str, Any] = {"question": question, "progress": False}
-    monkeypatch.setattr(swapping, "MOST", 3)
+    monkeypatch.setattr(swapping, "MOST_ROWS", 3)
     undisturbed = pk.patching(small(), PROMPTS, *sides("query"), path=tmp_path / "one.jsonl", **asked)
-    path, keep, left = tmp_path / "two.jsonl", PatchingStore.keep, [batches]
+    path, keep, left = tmp_path / "two.jsonl", PatchingStore.add, [batches]
 
     def dying(store: PatchingStore, *told: Any) -> None:
         if left[0] == 0:
@@ -252,7 +252,7 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
         keep(store, *told)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PatchingStore, "keep", dying)
+        patched.setattr(PatchingStore, "add", dying)
         with pytest.raises(Killed):
             pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
     again = pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
