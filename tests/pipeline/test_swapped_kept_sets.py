@@ -241,7 +241,7 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
     asked: dict[str, Any] = {"question": question, "progress": False}
     monkeypatch.setattr(swapping, "MOST", 3)
     undisturbed = pk.patching(small(), PROMPTS, *sides("query"), path=tmp_path / "one.jsonl", **asked)
-    path, keep, left = tmp_path / "two.jsonl", PatchingStore.keep, [batches]
+    path, keep, left = tmp_path / "two.jsonl", PatchingStore.add, [batches]
 
     def dying(store: PatchingStore, *told: Any) -> None:
         if left[0] == 0:
@@ -252,7 +252,7 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
         keep(store, *told)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PatchingStore, "keep", dying)
+        patched.setattr(PatchingStore, "add", dying)
         with pytest.raises(Killed):
             pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
     again = pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
