@@ -1,11 +1,11 @@
 """Commands as Typer and Click know them: options of a dataclass, groups that load a command when it runs.
 
 `with_options` gives a command the options of dataclasses, as if they were its own parameters. Every field that is
-annotated with an option becomes one. A field `typed` gets the names of what the user really wrote, a field `asked` the
-values of the command's own parameters.
+annotated with an option becomes one. A field `typed_options` gets the names of the options that the user typed, a field
+`own_options` the values of the command's own parameters.
 
-`CheckedCommand` and `CheckedGroup` refuse what Click takes in silence, and tell whether JSON was asked for, which an
-error needs to know of a command line that cannot be read whole.
+`CheckedCommand` and `CheckedGroup` refuse repeated options, which Click accepts silently, and record whether JSON was
+requested, so that even a command line that cannot be parsed gets its error as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from perturbkv.cli.commands import FILE, Command, former_command
+from perturbkv.cli.commands import FILE, Command, refuse_former_command
 from perturbkv.cli.help_screen import CompactHelp
 
 
@@ -31,14 +31,14 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     groups, own = split_parameters(command)
 
     def call(context: typer.Context, **values: Any) -> None:
-        asked = {parameter.name: values[parameter.name] for parameter in own}
-        command(**made(groups, values, typed(context), asked), **asked)
+        own_options = {parameter.name: values[parameter.name] for parameter in own}
+        command(**fill_groups(groups, values, typed_options(context), own_options), **own_options)
 
-    return spread(command, call, groups, own)
+    return copy_signature(command, call, groups, own)
 
 
 def split_parameters(command: Callable[..., Any]) -> tuple[dict[str, Any], list[inspect.Parameter]]:
-    """Return a command's parameters that are dataclasses of options, and its own ones."""
+    """Return the parameters of a command that are dataclasses of options, and its other parameters."""
     hints = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
     groups = {name: hints[name] for name in parameters if dataclasses.is_dataclass(hints[name])}
@@ -50,15 +50,15 @@ def split_parameters(command: Callable[..., Any]) -> tuple[dict[str, Any], list[
     return groups, own
 
 
-def spread(
+def copy_signature(
     command: Callable[..., Any],
     call: Callable[..., None],
     groups: Mapping[str, Any],
     own: Iterable[inspect.Parameter],
 ) -> Callable[..., None]:
-    """Return `call` with the name and help of `command`, and a parameter for each option of the groups."""
+    """Return `call` with the name and help of `command`, its own parameters, and one for each option of the groups."""
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *own, *(one for group in groups.values() for one in _parameters(group))]
+    parameters = [context, *own, *(option for group in groups.values() for option in _group_parameters(group))]
     functools.wraps(command)(call)
     del call.__wrapped__  # type: ignore[attr-defined]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -66,60 +66,61 @@ def spread(
     return call
 
 
-def made(
-    groups: Mapping[str, Any], values: Mapping[str, Any], typed: frozenset[str], asked: Mapping[str, Any]
+def fill_groups(
+    groups: Mapping[str, Any], values: Mapping[str, Any], typed: frozenset[str], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the dataclasses of options with the values of a command line."""
-    return {name: _made(group, values, {"typed": typed, "asked": asked}) for name, group in groups.items()}
+    """Return the dataclasses of options, filled with the values of a command line."""
+    context = {"typed_options": typed, "own_options": own}
+    return {name: _fill_group(group, values, context) for name, group in groups.items()}
 
 
-def showing(**defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Say in a command's help what its own defaults are of options that it shares with others."""
-    return _changing({name: {"show_default": default} for name, default in defaults.items()})
+def show_defaults(**defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives shared options other defaults in a command's help."""
+    return _change_options({name: {"show_default": default} for name, default in defaults.items()})
 
 
-def telling(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Show in a command's help options that are hidden elsewhere."""
-    return _changing({name: {"hidden": False} for name in names})
+def show_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that shows in a command's help options which are hidden elsewhere."""
+    return _change_options({name: {"hidden": False} for name in names})
 
 
-def hiding(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Hide from a command's help the options that it shares with others and has no use for."""
-    return _changing({name: {"hidden": True} for name in names})
+def hide_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that hides shared options from the help of a command that has no use for them."""
+    return _change_options({name: {"hidden": True} for name in names})
 
 
-def _changing(
+def _change_options(
     changes: Mapping[str, Mapping[str, Any]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command some options of its own, which differ from the shared ones in this."""
+    """Return a decorator that changes attributes of a command's options, and leaves other commands as they are."""
 
-    def changed(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        parameters = [_with(one, changes.get(one.name, {})) for one in signature.parameters.values()]
+        parameters = [_change_option(one, changes.get(one.name, {})) for one in signature.parameters.values()]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in parameters}
         return command
 
-    return changed
+    return decorate
 
 
-def _with(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> inspect.Parameter:
+def _change_option(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> inspect.Parameter:
     if not changes:
         return parameter
     kind, option = get_args(parameter.annotation)
-    own = copy.copy(option)
-    vars(own).update(changes)
-    return parameter.replace(annotation=Annotated[kind, own])
+    changed = copy.copy(option)
+    vars(changed).update(changes)
+    return parameter.replace(annotation=Annotated[kind, changed])
 
 
-def typed(context: typer.Context) -> frozenset[str]:
-    """Return the parameters that stand on the command line; neither defaults nor the environment's values."""
+def typed_options(context: typer.Context) -> frozenset[str]:
+    """Return the names of the parameters given on the command line, not by a default or the environment."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
-def options(group: Any) -> dict[str, Any]:
-    """Return the annotations of a dataclass' fields that are options, by name."""
+def option_fields(group: Any) -> dict[str, Any]:
+    """Return the annotations of the fields of a dataclass that are options, by name."""
     hints = get_type_hints(group, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -128,33 +129,33 @@ def options(group: Any) -> dict[str, Any]:
     }
 
 
-def _made(group: Any, values: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
-    """Return the dataclass of its options' values, and of what else it knows of the command."""
+def _fill_group(group: Any, values: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+    """Return a dataclass of options, filled with their values and with those fields of `context` that it has."""
     fields = {field.name for field in dataclasses.fields(group)}
-    chosen = {name: values[name] for name in options(group)}
-    return group(**chosen, **{name: value for name, value in more.items() if name in fields})
+    chosen = {name: values[name] for name in option_fields(group)}
+    return group(**chosen, **{name: value for name, value in context.items() if name in fields})
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
+def _group_parameters(group: Any) -> list[inspect.Parameter]:
     defaults = {field.name: field.default for field in dataclasses.fields(group)}
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
-        for name, hint in options(group).items()
+        for name, hint in option_fields(group).items()
     ]
 
 
 @dataclass
 class JsonRequest:
-    """The object of a Click context that learns from commands whether they were given --json."""
+    """An object of the Click context that records whether --json was given."""
 
     as_json: bool = False
 
 
-class _Checked:
-    """A reader of the command line that refuses an option that is given twice, and numbers that are none."""
+class _CheckedParser:
+    """A mix-in whose parser refuses options given twice, and numbers beyond all bounds."""
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as Click does. Raises ConfigError where something of the line would be dropped."""
+        """Parse as Click does. Raises ConfigError where a part of the line would be dropped."""
         from perturbkv.cli import option_refusals
 
         lenient = type(ctx)(self, parent=ctx, resilient_parsing=True, ignore_unknown_options=True)
@@ -168,15 +169,15 @@ class _Checked:
         return left
 
 
-class CheckedCommand(CompactHelp, _Checked, TyperCommand):
-    """A command whose options are given once."""
+class CheckedCommand(CompactHelp, _CheckedParser, TyperCommand):
+    """A command that refuses options given twice."""
 
     def asks_for_json(self, values: Mapping[str, Any], rest: list[str]) -> bool:
-        """Return whether --json stands among its options, and not as the value of another."""
+        """Return whether --json is among the options, and not the value of another."""
         return bool(values.get("as_json"))
 
 
-class CheckedGroup(CompactHelp, _Checked, TyperGroup):
+class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
     """A group of commands, each of which is imported when it is needed."""
 
     rows: Mapping[str, Command] = {}
@@ -186,7 +187,7 @@ class CheckedGroup(CompactHelp, _Checked, TyperGroup):
         self.commands: Any = dict.fromkeys(self.rows)
 
     def asks_for_json(self, values: Mapping[str, Any], rest: list[str]) -> bool:
-        """Return whether --json stands before any `--`: no command of that name need be there to ask."""
+        """Return whether --json stands before any `--`, be its command known or not."""
         return "--json" in rest[: rest.index("--") if "--" in rest else None] or bool(values.get("as_json"))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -194,12 +195,12 @@ class CheckedGroup(CompactHelp, _Checked, TyperGroup):
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, itself, and its arguments. Raises ConfigError for a name that it had before."""
+        """Return the name, the command and its arguments. Raises ConfigError for the former name of a command."""
         name = args[0]
         if name not in self.rows:
             if FILE in self.rows and _is_path(name):
                 return FILE, self.get_command(ctx, FILE), args
-            former_command(ctx.command_path, name)
+            refuse_former_command(ctx.command_path, name)
         return super().resolve_command(ctx, args)
 
 
@@ -216,7 +217,7 @@ def group_class(rows: Iterable[Command]) -> type[CheckedGroup]:
 
 @functools.cache
 def build(row: Command) -> Any:
-    """Return a command of the table as Click knows it, imported."""
+    """Return the Click command of a row of the table; imports its module."""
     function = load(row) if row.location else _show_help
     if not row.commands:
         info = typer.models.CommandInfo(name=row.name, cls=CheckedCommand, callback=function)
@@ -233,7 +234,7 @@ def build(row: Command) -> Any:
 
 
 def load(row: Command) -> Callable[..., None]:
-    """Return the function of a command, imported."""
+    """Return the function of a row of the table; imports its module."""
     module, _, name = row.location.partition(":")
     function: Callable[..., None] = getattr(importlib.import_module(f"perturbkv.cli.commands.{module}"), name)
     return function

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from perturbkv.display import Part, Table, show
+from perturbkv.display import Table, show
 from perturbkv.escaping import escape_control_characters, escape_json, escape_line
 
 if TYPE_CHECKING:
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.progress import Bar
 
 SCHEMA = 1
-"""Of every JSON document of ours, as docs/json.md describes it; it rises when a key changes its meaning or goes."""
+"""The schema version of every JSON document, see docs/json.md; it rises when a key changes its meaning or goes."""
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\n *{_NUMBER}(?:,\n *{_NUMBER})*\n *\]")  # with newlines, which no text in JSON holds
 _NARROWEST, _USUAL = 20, 80
 
 
 class Screen(Console):
-    """A console that leaves it to the command what happens when nobody reads any more."""
+    """A console that raises BrokenPipeError where nobody reads it any more, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, which `main` ends with, instead of leaving with 1."""
+        """Raise BrokenPipeError, which `main` turns into the exit code."""
         raise BrokenPipeError
 
 
 def screen(**more: Any) -> Screen:
-    """Return a console of at least 20 columns, whatever COLUMNS says; of 80 where it says nothing that can be drawn."""
-    told = Screen(**more)
-    if told.width < _NARROWEST:
-        return Screen(width=_USUAL if told.width < 1 else _NARROWEST, **more)
-    return told
+    """Return a console of at least 20 columns, whatever COLUMNS says; of 80 where that is no positive number."""
+    console = Screen(**more)
+    if console.width < _NARROWEST:
+        return Screen(width=_USUAL if console.width < 1 else _NARROWEST, **more)
+    return console
 
 
 out = screen()
@@ -51,11 +51,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     show(out, Table(title, columns, list(rows)))
 
 
-def part(shown: Part) -> None:
-    """Print a table, a passage or a line of a result."""
-    show(out, shown)
-
-
 def say(text: str, bold: bool = False) -> None:
     """Print a line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
     out.print(
@@ -63,19 +58,19 @@ def say(text: str, bold: bool = False) -> None:
     )
 
 
-def result(results: Sequence[Result], title: str, about: str = "", explain: bool = False) -> None:
-    """Print results of one command: conclusions, the run, tables, notes once; and what `explain` gives where asked."""
+def result(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
+    """Print the results of a command: conclusions, the run, tables, notes; with `explain` what the columns mean too."""
     for one in results:
         say(one.conclusion())
     say("")
     say(title, bold=True)
-    if about:
-        say(about)
-    for shown in [shown for one in results for shown in one.body()]:
-        part(shown)
+    if subtitle:
+        say(subtitle)
+    for part in [part for one in results for part in one.body()]:
+        show(out, part)
     say("\n".join(_distinct_notes(results)))
-    for shown in [shown for one in results for shown in one.explain()] if explain else []:
-        part(shown)
+    for part in [part for one in results for part in one.explain()] if explain else []:
+        show(out, part)
 
 
 def _distinct_notes(results: Sequence[Result]) -> list[str]:
@@ -88,7 +83,7 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
     """Return indented JSON that says which schema it follows, lists of numbers on one line each."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
-        _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), escape_json(text))
+        _NUMBERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), escape_json(text))
         + "\n"
     )
 
@@ -109,23 +104,23 @@ def note(text: str) -> None:
 
 
 class _Notes(logging.Handler):
-    """A handler that prints what the library logs."""
+    """A log handler that prints every record as a note."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
 
 
 def show_log() -> None:
-    """Print what the library logs, from now on; nothing of other libraries."""
+    """Print the log of this library, and of no other, from now on."""
     log = logging.getLogger("perturbkv")
     log.setLevel(logging.INFO)
     log.handlers = [_Notes()]
 
 
 def progress(
-    what: str, total: int | None = None, done: int = 0, beside: Callable[[], str] = str
+    what: str, total: int | None = None, done: int = 0, status: Callable[[], str] = str
 ) -> AbstractContextManager[Bar]:
-    """Return a bar with the time left on stderr, and what `beside` says; nothing where stderr is no terminal."""
+    """Return a progress bar on stderr with the time left and the text of `status`; it shows only on a terminal."""
     from perturbkv.pipeline.progress import bar
 
-    return bar(what, total, done, console=err, beside=beside)
+    return bar(what, total, done, console=err, status=status)

@@ -15,49 +15,49 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import ALIASES, DEFAULT
 
 
-def _offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    def offer(incomplete: str) -> list[str]:
+def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
 
-    return offer
+    return complete
 
 
-def _datasets() -> list[str]:
+def _dataset_names() -> list[str]:
     from perturbkv.datasets.dataset_registry import known
 
     return [info.name for info in known()]
 
 
-def _policies() -> Iterable[str]:
+def _policy_names() -> Iterable[str]:
     from perturbkv.selection.policies import registry
 
     return registry.names()
 
 
-complete_models = _offering(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
-complete_datasets = _offering(_datasets)
-complete_policies = _offering(_policies)
-complete_presets = _offering(lambda: PRESETS)
+complete_models = _completer(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
+complete_datasets = _completer(_dataset_names)
+complete_policies = _completer(_policy_names)
+complete_presets = _completer(lambda: PRESETS)
 
 
 DATA = "Model and data"
-"""Their group in the help."""
+"""The group of these options in the help."""
 
 
-def _data(*names: str, **more: Any) -> Any:
+def _data_option(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=DATA, **more)
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Model and data as typed.
+    """The options of model and data.
 
-    `typed` names the options, of all that the command has, that stand on the command line.
+    `typed_options` names those of all the command's options that were given on the command line.
     """
 
     model: Annotated[
         str,
-        _data(
+        _data_option(
             "--model",
             "-m",
             metavar="NAME",
@@ -67,11 +67,13 @@ class DataOptions:
     ] = DEFAULT
     revision: Annotated[
         str | None,
-        _data(metavar="NAME", help="Branch, tag or commit of a hub's model", show_default="the newest", hidden=True),
+        _data_option(
+            metavar="NAME", help="Branch, tag or commit of a hub's model", show_default="the newest", hidden=True
+        ),
     ] = None
     dataset: Annotated[
         str,
-        _data(
+        _data_option(
             "--dataset",
             "-d",
             metavar="NAME",
@@ -79,31 +81,33 @@ class DataOptions:
             autocompletion=complete_datasets,
         ),
     ] = "needle"
-    samples: Annotated[int | None, _data(metavar="N", help="How many; all where there are fewer", show_default="8")] = (
-        None
-    )
-    seed: Annotated[int, _data(metavar="N", help="Seed of data, random weights and random selections")] = 0
+    samples: Annotated[
+        int | None, _data_option(metavar="N", help="How many; all where there are fewer", show_default="8")
+    ] = None
+    seed: Annotated[int, _data_option(metavar="N", help="Seed of data, random weights and random selections")] = 0
     data_dir: Annotated[
         Path | None,
-        _data(metavar="PATH", help="LongBench's or RULER's files; PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"),
+        _data_option(
+            metavar="PATH", help="LongBench's or RULER's files; PERTURBKV_DATA_DIR", envvar="PERTURBKV_DATA_DIR"
+        ),
     ] = None
     length: Annotated[
         list[str] | None,
-        _data("--length", "--lengths", metavar="N", help="needle, ruler: tokens of a prompt, also with commas"),
+        _data_option("--length", "--lengths", metavar="N", help="needle, ruler: tokens of a prompt, also with commas"),
     ] = None
     depth: Annotated[
         list[str] | None,
-        _data("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas",
+        _data_option("--depth", "--depths", metavar="X", help="needle: where the fact lies, 0 to 1, also with commas",
               hidden=True),
     ] = None  # fmt: skip
-    haystack: Annotated[str, _data(metavar="NAME", help="needle: prose or noise", hidden=True)] = "prose"
-    max_tokens: Annotated[int | None, _data(metavar="N", help="Cut longer prompts in the middle")] = None
+    haystack: Annotated[str, _data_option(metavar="NAME", help="needle: prose or noise", hidden=True)] = "prose"
+    max_tokens: Annotated[int | None, _data_option(metavar="N", help="Cut longer prompts in the middle")] = None
     chat_template: Annotated[
         bool | None,
-        _data("--chat-template/--no-chat-template", help="Use the model's template",
+        _data_option("--chat-template/--no-chat-template", help="Use the model's template",
               show_default="yes; few-shot and code: no", hidden=True),
     ] = None  # fmt: skip
-    typed: frozenset[str] = frozenset()
+    typed_options: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 2:
@@ -112,7 +116,7 @@ class DataOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of the prompts that are made; empty if not given. Raises ConfigError for anything but numbers."""
+        """The lengths of generated prompts, tokens; empty if not given. Raises ConfigError for anything but numbers."""
         lengths = numbers("--length", self.length)
         if any(number != int(number) for number in lengths):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
@@ -121,5 +125,5 @@ class DataOptions:
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Needle's depths; empty if the user gave none. Raises ConfigError for anything but numbers."""
+        """The depths of the needle; empty if not given. Raises ConfigError for anything but numbers."""
         return numbers("--depth", self.depth)

@@ -1,4 +1,4 @@
-"""What a run would do: samples, tokens, configurations and memory, without loading a weight."""
+"""Dry runs: samples, tokens, configurations and memory of a run, without loading a weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
 from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
-from perturbkv.cli.planned_run import share
+from perturbkv.cli.planned_run import shard_document
 from perturbkv.cli.run_time import duration, estimate_seconds
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def show(planned: Plan, as_json: bool, folder: Path | None, part: Shard | None = None) -> None:
-    """Print the plan of a run whose trace goes into `folder`, None: it makes none; and which share is measured."""
-    document = describe(planned, folder, part)
+def show(planned: Plan, as_json: bool, folder: Path | None, shard: Shard | None = None) -> None:
+    """Print the plan of a run, or of a shard of it; its trace goes into `folder`, None where it makes none."""
+    document = describe(planned, folder, shard)
     if as_json:
         console.print_json(document)
     else:
         _show(planned, document)
 
 
-def show_all(plans: Sequence[Plan], as_json: bool, folder: Path, part: Shard | None = None) -> None:
+def show_all(plans: Sequence[Plan], as_json: bool, folder: Path, shard: Shard | None = None) -> None:
     """Print the plans of several runs, one after the other; as JSON under `runs`."""
-    documents = [describe(planned, folder, part) for planned in plans]
+    documents = [describe(planned, folder, shard) for planned in plans]
     if as_json:
         console.print_json({"runs": documents})
         return
@@ -51,7 +51,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ),
         ("dataset", escape_line(planned.run.dataset)),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
-        *([("this shard", _shared(document["shard"]))] if document["shard"] else []),
+        *([("this shard", _shard_text(document["shard"]))] if document["shard"] else []),
         ("cut in the middle", f"{document['cut_samples']} samples"),
         *([("layers measured", document["measured_layers"])] if document["measured_layers"] else []),
         ("scenario", planned.run.scenario),
@@ -59,9 +59,9 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         ("weights", f"{document['weights_mib']:,.0f} MiB"),
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
-        ("decoded", _decoded(document)),
+        ("decoded", _batches_text(document)),
         ("time", f"{duration(estimate_seconds(planned))} in one process, by a quick estimate"),
-        *_taken(document),
+        *_memory_rows(document),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
     kept = [
@@ -71,38 +71,33 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
     console.table("configurations", ["configuration", "#entries kept"], kept)
 
 
-def _counted(part: Shard, planned: Plan) -> tuple[Sequence[str], int]:
-    samples, configs = part.select(planned.prompts.ids, planned.run.configs)
-    return samples, len(configs)
-
-
-def _shared(document: dict[str, Any]) -> str:
-    """What the shard measures, in words."""
+def _shard_text(document: dict[str, Any]) -> str:
+    """Return the samples and configurations of a shard as text."""
     samples, configs = plural(len(document["samples"]), "sample"), plural(document["configs"], "configuration")
     return f"{document['shard']}: {samples}, {configs} of each"
 
 
-def _taken(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Memory and disk against what is free, and what would make it fit."""
+def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return rows of the memory and disk needed and free, and of what would make the run fit."""
     needed, free = (memory.format_size(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
     rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
     if document["trace_mib"]:
-        trace, journal, there = (
+        trace, journal, disk = (
             memory.format_size(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
         )
-        rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {there} free"))
-    said = f"no; each of these alone would: {'; '.join(document['advice'])}" if document["advice"] else "no"
-    return [*rows, ("fits", "yes" if document["fits"] else said)]
+        rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {disk} free"))
+    advice = f"; each of these alone would: {'; '.join(document['suggest_options'])}" if document["advice"] else ""
+    return [*rows, ("fits", "yes" if document["fits"] else f"no{advice}")]
 
 
-def _decoded(document: dict[str, Any]) -> str:
-    """How many batches the configurations are decoded in, and what the largest takes."""
+def _batches_text(document: dict[str, Any]) -> str:
+    """Return the number of batches of configurations and the size of the largest as text."""
     batches = plural(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 
 
-def describe(planned: Plan, folder: Path | None, part: Shard | None = None) -> dict[str, Any]:
-    """The same as numbers, sizes in MiB."""
+def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> dict[str, Any]:
+    """Return the plan of a run as a JSON document, sizes in MiB."""
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
@@ -116,7 +111,7 @@ def describe(planned: Plan, folder: Path | None, part: Shard | None = None) -> d
         "measured_layers": layer_types.format_measured(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
-        "shard": None if part is None else share(part, *_counted(part, planned)),
+        "shard": _shard(shard, planned) if shard else None,
         "tokens_min": min(lengths),
         "tokens_max": longest,
         "cut_samples": planned.prompts.cut,
@@ -133,30 +128,35 @@ def describe(planned: Plan, folder: Path | None, part: Shard | None = None) -> d
             {"config": config_object(eviction), "entries": eviction.kept_entries(compressed)}
             for eviction in run.configs
         ],
-        **_needs(planned, folder),
+        **_memory_needs(planned, folder),
     }
 
 
-def _needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
-    """What the run takes of memory and disk, what there is, and what would make it fit."""
+def _shard(shard: Shard, planned: Plan) -> dict[str, Any]:
+    samples, configs = shard.select(planned.prompts.ids, planned.run.configs)
+    return shard_document(shard, samples, len(configs))
+
+
+def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
+    """Return the memory and disk that a run needs, what is free, and advice that would make it fit."""
     from perturbkv.pipeline.run import footprint
 
-    found, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
-    trace, journal, disk_free = (found.trace, sum(found.journal), _disk_free(folder)) if folder else (0, 0, 0)
-    fits = found.memory <= memory_free and trace + journal <= disk_free
+    needed, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
+    trace, journal, disk_free = (needed.trace, sum(needed.journal), _disk_free(folder)) if folder else (0, 0, 0)
+    fits = needed.memory <= memory_free and trace + journal <= disk_free
     return {
         "device": planned.placement.device.type,
-        "memory_mib": found.memory / _MIB,
+        "memory_mib": needed.memory / _MIB,
         "memory_free_mib": memory_free / _MIB,
         "trace_mib": trace / _MIB,
         "journal_mib": journal / _MIB,
         "disk_free_mib": disk_free / _MIB,
         "fits": fits,
-        "advice": footprint.advice(planned, disk_free if folder else found.disk, memory_free),
+        "advice": footprint.suggest_options(planned, disk_free if folder else needed.disk, memory_free),
     }
 
 
 def _disk_free(folder: Path) -> int:
-    """Bytes that are free where a folder is, or will be."""
-    where = folder.absolute()
-    return shutil.disk_usage(next(one for one in (where, *where.parents) if one.exists())).free
+    """Return the free bytes of the disk on which a folder is, or will be."""
+    path = folder.absolute()
+    return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free

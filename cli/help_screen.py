@@ -20,20 +20,21 @@ _LEGEND = "  [default]  … repeatable"
 
 
 class CompactHelp:
-    """A command that writes its help itself; every line counts on a screen."""
+    """A mix-in of commands whose help has one line an option."""
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
-        """Write usage, what the command does, its options and its subcommands."""
+        """Write usage, description, options and subcommands."""
         with console.out.capture() as written:
-            _text(f"Usage: {_usage(self, ctx)}")
+            _print_text(f"Usage: {_usage(self, ctx)}")
             for text in (self.help or "").split("\n\n"):
-                _paragraph(" ".join(text.split()))
-            found = {**_options(self, ctx), **_commands(self)}
-            column = max((len(name) for rows in found.values() for name, _ in rows), default=0)
-            for title, rows in found.items():
-                _section(title, rows, column)
+                _print_text(" ".join(text.split()))
+                console.out.print()
+            sections = {**_option_sections(self, ctx), **_command_sections(self)}
+            column = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+            for title, rows in sections.items():
+                _print_section(title, rows, column)
             if _hides_options(self, ctx):
-                _text(_MORE)
+                _print_text(_MORE)
         formatter.write(written.get())
 
 
@@ -48,22 +49,22 @@ def _usage(command: Any, ctx: Any) -> str:
         for one in command.get_params(ctx)
         if one.param_type_name == "argument"
     ]
-    behind = [command.subcommand_metavar] if _has_commands(command) else []
-    return " ".join([ctx.command_path, "[OPTIONS]", *arguments, *behind])
+    subcommands = [command.subcommand_metavar] if _has_commands(command) else []
+    return " ".join([ctx.command_path, "[OPTIONS]", *arguments, *subcommands])
 
 
-def _options(command: Any, ctx: Any) -> Sections:
-    """Return group -> names and texts; arguments come first."""
-    found: Sections = {}
+def _option_sections(command: Any, ctx: Any) -> Sections:
+    """Return group -> names and descriptions of its options; arguments come first."""
+    sections: Sections = {}
     for one in sorted(command.get_params(ctx), key=lambda one: one.param_type_name != "argument"):
         if not one.hidden and one.name != _HELP:
             panel = getattr(one, "rich_help_panel", None) or _OWN
-            found.setdefault(panel, []).append((_name(one), _description(one, ctx)))
-    return found
+            sections.setdefault(panel, []).append((_name(one), _description(one, ctx)))
+    return sections
 
 
-def _commands(command: Any) -> Sections:
-    """Return group -> names of subcommands and what they do, from the table: none is imported."""
+def _command_sections(command: Any) -> Sections:
+    """Return group -> names and summaries of its subcommands, from the table: none is imported."""
     from perturbkv.cli.commands import PANELS
 
     sections: Sections = {}
@@ -89,28 +90,23 @@ def _name(parameter: Any) -> str:
 
 
 def _description(parameter: Any, ctx: Any) -> str:
-    """Return what a parameter does, and its default: in words where its declaration has them."""
+    """Return the help of a parameter, and its default as its declaration words it."""
     default = str(parameter.get_default(ctx, call=False) if parameter.show_default is True else parameter.show_default)
     return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
 
 
-def _text(text: str) -> None:
+def _print_text(text: str) -> None:
     console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
 
 
-def _paragraph(text: str) -> None:
-    _text(text)
-    console.out.print()
-
-
-def _section(title: str, rows: list[tuple[str, str]], column: int) -> None:
-    legend = any(name.endswith("…") for name, _ in rows) or any(about.endswith("]") for _, about in rows)
+def _print_section(title: str, rows: list[tuple[str, str]], column: int) -> None:
+    legend = any(name.endswith("…") for name, _ in rows) or any(help.endswith("]") for _, help in rows)
     console.out.print(Text.assemble((title, "bold"), (_LEGEND if title == _OWN and legend else "", "dim")))
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     grid.add_column(no_wrap=True, min_width=column)
     grid.add_column(overflow="fold")
-    for name, about in rows:
-        grid.add_row(Text(name, "cyan"), Text(about))
+    for name, help in rows:
+        grid.add_row(Text(name, "cyan"), Text(help))
     console.out.print(Padding(grid, (0, 0, 0, 2)), width=_width())
 
 

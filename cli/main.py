@@ -22,18 +22,18 @@ from perturbkv.cli.commands import COMMANDS
 from perturbkv.errors import InterruptedRunError, PerturbkvError
 
 INTERRUPTED = InterruptedRunError.exit_code
-_MESSAGE = "interrupted; what is not whole is not written"
-"""Message of a Ctrl-C that no run explained."""
+_INTERRUPTED_MESSAGE = "interrupted; no unfinished file was written"
+"""The message of a Ctrl-C that no run explained."""
 
 
 @dataclass
-class Ending:
-    """The end of a command by SIGTERM, which is that of Ctrl-C with another exit code."""
+class SigtermRecord:
+    """A record of whether SIGTERM ended the command, which then exits with 143 instead of 130."""
 
     terminated: bool = False
 
-    def code(self, code: int) -> int:
-        """Return the exit code: 128 and the signal's number where one ended the command."""
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of a command that would end with `code`: 143 where SIGTERM interrupted it."""
         return 128 + signal.SIGTERM if self.terminated and code == INTERRUPTED else code
 
     def _terminate(self, number: int, frame: FrameType | None) -> NoReturn:
@@ -42,7 +42,7 @@ class Ending:
 
 
 def is_caused_by_interrupt(error: BaseException) -> bool:
-    """Return whether a Ctrl-C is behind an error: inside a library it may become another error."""
+    """Return whether a Ctrl-C caused an error: a library may turn it into another one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
@@ -50,22 +50,22 @@ def is_caused_by_interrupt(error: BaseException) -> bool:
 
 
 @contextmanager
-def sigterm_as_interrupt() -> Iterator[Ending]:
+def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
     """Raise KeyboardInterrupt where a SIGTERM comes within the block."""
-    ending = Ending()
-    before = signal.signal(signal.SIGTERM, ending._terminate)
+    sigterm = SigtermRecord()
+    previous = signal.signal(signal.SIGTERM, sigterm._terminate)
     try:
-        yield ending
+        yield sigterm
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
-_GONE = 128 + 13
-"""The exit code of a command that SIGPIPE ended: a shell expects it of whoever writes to a pipe that is closed."""
+_BROKEN_PIPE = 128 + 13
+"""The exit code that a shell expects of a command which wrote to a closed pipe, as SIGPIPE would give it."""
 
 
 def prepare_streams() -> None:
-    """Escape what an encoding lacks instead of ending the command; replace a stream that is closed."""
+    """Make stdout and stderr escape characters that their encoding lacks; replace a stream that is closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -75,18 +75,18 @@ def prepare_streams() -> None:
 
 
 def run_to_exit_code(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`, its output written out; 141 where nobody read it to its end."""
+    """Return the exit code of `run` after flushing its output; 141 where the reader closed the pipe."""
     try:
         code = run()
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
-        return _GONE
+        return _BROKEN_PIPE
     except SystemExit as end:  # which Typer makes of a pipe that breaks inside a command
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         _drop_output()
-        return _GONE
+        return _BROKEN_PIPE
     except OSError as error:
         _drop_output()
         with suppress(OSError):
@@ -96,10 +96,10 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
 
 
 def _drop_output() -> None:
-    """Drop what is left in stdout's buffer: Python would try once more to write it."""
+    """Drop the rest of stdout's buffer, which Python would try to write once more."""
     with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
 
 
 app = typer.Typer(
@@ -109,9 +109,9 @@ app = typer.Typer(
     cls=group_class(COMMANDS),
 )
 _UsageError: Any = typer.BadParameter.__base__
-"""What Click raises for a command line that it cannot read: its own, or that of the Click inside newer Typers."""
+"""The error for a command line that cannot be parsed: Click's own, or that of the Click inside newer Typers."""
 _LONGEST = 2000
-"""Characters of an error on the screen: its two ends say what was expected and what to do."""
+"""Most characters of an error on the screen; of a longer one the beginning and the end are kept."""
 _TASKS = {
     "See what eviction does to each attention head": "perturbkv heads --policy snapkv --budget 128",
     "Find a budget that is safe for a model": "perturbkv budget --max-kl 0.1",
@@ -123,14 +123,14 @@ _TASKS = {
 """Tasks in plain words -> a command to begin with."""
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         console.say(f"perturbkv {perturbkv.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def about(
+def _start(
     ctx: typer.Context,
     version: Annotated[
         bool, Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave")
@@ -154,38 +154,40 @@ def show_tasks() -> None:
 
 
 def main() -> None:
-    """Run the command line; every error that we know of is one line on stderr, with --json a document on stdout too."""
+    """Run the command line; print a known error as one line on stderr, and with --json as a document on stdout too."""
     prepare_streams()
     _quiet_libraries()
     console.show_log()
     request = JsonRequest()
-    with sigterm_as_interrupt() as ending:
-        sys.exit(run_to_exit_code(lambda: _run(request, ending)))
+    with sigterm_as_interrupt() as sigterm:
+        sys.exit(run_to_exit_code(lambda: _run(request, sigterm)))
 
 
-def _run(request: JsonRequest, ending: Ending) -> int:
-    """Return the command's exit code."""
+def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
+    """Run the command; return its exit code."""
     try:
         code = int(app(prog_name="perturbkv", standalone_mode=False, obj=request) or 0)
         if code == INTERRUPTED:  # Typer makes it of a Ctrl-C that no run explained
-            return _refuse(KeyboardInterrupt(), _MESSAGE, ending.code(code), request)
+            return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(code), request)
         return code
     except _UsageError as error:
-        return _refuse(error, _usage_message(error), error.exit_code, request)
+        from perturbkv.cli.option_refusals import usage_message
+
+        return _print_error(error, usage_message(error.format_message(), error), error.exit_code, request)
     except KeyboardInterrupt as error:
-        return _refuse(error, _MESSAGE, ending.code(INTERRUPTED), request)
+        return _print_error(error, _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED), request)
     except PerturbkvError as error:
         if is_caused_by_interrupt(error) and error.exit_code != INTERRUPTED:
-            return _refuse(KeyboardInterrupt(), _MESSAGE, ending.code(INTERRUPTED), request)
-        return _refuse(error, " ".join(str(error).split()), ending.code(error.exit_code), request)
+            return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED), request)
+        return _print_error(error, " ".join(str(error).split()), sigterm.exit_code(error.exit_code), request)
     except BrokenPipeError:
-        raise  # nobody reads what we say
+        raise  # nobody reads the output any more
     except OSError as error:
-        return _refuse(error, _file_message(error), 2, request)
+        return _print_error(error, _file_message(error), 2, request)
 
 
-def _refuse(error: BaseException, message: str, code: int, request: JsonRequest) -> int:
-    """Print what was wrong; returns the exit code."""
+def _print_error(error: BaseException, message: str, code: int, request: JsonRequest) -> int:
+    """Print an error, as JSON too where that was requested; return the exit code."""
     short = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} … {message[-_LONGEST // 2 :]}"
     console.note(f"error: {short}")
     if request.as_json:
@@ -193,14 +195,8 @@ def _refuse(error: BaseException, message: str, code: int, request: JsonRequest)
     return code
 
 
-def _usage_message(error: Any) -> str:
-    from perturbkv.cli.option_refusals import usage_message
-
-    return usage_message(error.format_message(), error)
-
-
 def _file_message(error: OSError) -> str:
-    """Return what the file system refused, in one line."""
+    """Return the message of an error of the file system, in one line."""
     if error.filename is None:
         return f"expected to read or write, got '{error.strerror or error}'; make room, or choose another place"
     return f"expected to read or write {error.filename}, got '{error.strerror}'; choose another place"
@@ -213,5 +209,9 @@ def _quiet_libraries() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # which transformers imports where they are there
+    for name in (
+        "torchao",
+        "bitsandbytes",
+        "torch.utils._pytree",
+    ):  # transformers imports them where they are installed
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Options that are refused: without effect, given twice, unknown. Nothing is written then.
+"""Refusals of options without effect, given twice or unknown, before anything is written.
 
-Only what stands on the command line or in a sweep file counts: a default asks for nothing. An option that is in none of
-these tables always has an effect.
+Only options on the command line or in a sweep file are refused, never a default. An option that is in none of these
+tables always has an effect.
 """
 
 from __future__ import annotations
@@ -26,74 +26,74 @@ from perturbkv.selection import grid
 
 @dataclass(frozen=True)
 class Need:
-    """A condition for an option to matter: `met` by at least one configuration of the run, in `words` otherwise."""
+    """A condition that some configuration must meet for an option to have an effect; `text` says it in words."""
 
-    met: Callable[[DataOptions, EvictionConfig], bool]
-    words: str
+    is_met: Callable[[DataOptions, EvictionConfig], bool]
+    text: str
     each: bool = False
-    """Whether every value that is asked for has to matter, as each gives a configuration of its own."""
+    """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
         """Return whether the option, or with `each` one of its values, makes no difference to any configuration."""
         matters: dict[Any, bool] = {}
         for config in configs:
             value = getattr(config, name) if self.each else None
-            matters[value] = matters.get(value, False) or self.met(run, config)
+            matters[value] = matters.get(value, False) or self.is_met(run, config)
         return not (matters and all(matters.values()))
 
 
-def _staged(run: DataOptions, config: EvictionConfig) -> bool:
+def _is_staged(run: DataOptions, config: EvictionConfig) -> bool:
     return config.selection.name in STAGED
 
 
-def _random(run: DataOptions, config: EvictionConfig) -> bool:
-    """Whether anything is drawn: text, weights, kept entries."""
+def _uses_seed(run: DataOptions, config: EvictionConfig) -> bool:
+    """Return whether anything is drawn at random: text, weights or kept entries."""
     drawn = "random" in (config.selection.name, config.policy.name)
-    return drawn or _made("seed")(run, config) or run.model.startswith("random:")
+    return drawn or _uses_data_option("seed")(run, config) or run.model.startswith("random:")
 
 
-def _beyond_window(run: DataOptions, config: EvictionConfig) -> bool:
-    """Whether more stays than the window, or nothing was asked; how many entries a share is, the prompt decides."""
-    asked = config.protect_recent
-    return isinstance(asked, float) or asked == 0 or asked > config.window
+def _protects_more_than_window(run: DataOptions, config: EvictionConfig) -> bool:
+    """Return whether --protect-recent may protect more than the window; how many a share is depends on the prompt."""
+    recent = config.protect_recent
+    return isinstance(recent, float) or recent == 0 or recent > config.window
 
 
-def _made(option: str) -> Callable[[DataOptions, EvictionConfig], bool]:
-    """Whether the dataset looks at one of `DatasetOptions`."""
+def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bool]:
+    """Return a condition that the data set uses one of the `DatasetOptions`."""
 
-    def looks(run: DataOptions, config: EvictionConfig) -> bool:
+    def is_used(run: DataOptions, config: EvictionConfig) -> bool:
         from perturbkv.datasets.dataset_registry import uses_option
 
         return uses_option(run.dataset, option)
 
-    return looks
+    return is_used
 
 
-def _engine(option: str) -> Need:
-    """What an option of many processes needs."""
+def _engine_need(option: str) -> Need:
+    """Return the condition of an option of many processes."""
     return Need(lambda run, config: getattr(run, "engine", "") in ENGINES[option], engine_needs(option))
 
 
 NEEDS: Mapping[str, Need] = {
-    "length": Need(_made("lengths"), "--dataset needle or a ruler: task"),
-    "depth": Need(_made("depths"), "--dataset needle"),
-    "haystack": Need(_made("haystack"), "--dataset needle"),
-    "data_dir": Need(_made("data_dir"), "a LongBench name as --dataset, or a ruler: task that reads files"),
-    "seed": Need(_random, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
+    "length": Need(_uses_data_option("lengths"), "--dataset needle or a ruler: task"),
+    "depth": Need(_uses_data_option("depths"), "--dataset needle"),
+    "haystack": Need(_uses_data_option("haystack"), "--dataset needle"),
+    "data_dir": Need(_uses_data_option("data_dir"), "a LongBench name as --dataset, or a ruler: task that reads files"),
+    "seed": Need(_uses_seed, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.is_external, "a policy of ours: a press has a window of its own"),
     "shard_by": Need(
-        lambda run, config: "shard" in run.typed or getattr(run, "engine", "") in ENGINES["by_configs"],
+        lambda run, config: "shard" in run.typed_options or getattr(run, "engine", "") in ENGINES["by_configs"],
         f"--shard, or {engine_needs('by_configs')}",
     ),
-    "protect_recent": Need(_beyond_window, "more entries than the window, which always stays", each=True),
-    **{name: _engine(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
+    "protect_recent": Need(_protects_more_than_window, "more entries than the window, which always stays", each=True),
+    **{name: _engine_need(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
 }
-"""Option -> what it needs. Options of a policy, a selection or a granularity say themselves what they need."""
+"""Option -> its condition. Options of a policy, a selection or a granularity declare their conditions themselves."""
 
-_STAGES = Need(_staged, "a two-stage selection")
+_STAGES = Need(_is_staged, "a two-stage selection")
 _OWN: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": _STAGES}}
-"""Where a command asks for more: generation has no bounds."""
+"""Command -> options whose conditions are stricter there: generation has no bounds."""
 
 UNUSED: Mapping[str, Mapping[str, str]] = {
     "generate": {
@@ -139,7 +139,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
     "needle": {"step": "perturbation is averaged over all of them"},
     "tokens": {"step": "it shows the first"},
 }
-"""Command -> options that it shares with others and has no use for, and why."""
+"""Command -> shared options that it has no use for, and why."""
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "explain",
@@ -147,45 +147,45 @@ _ON_A_TRACE = frozenset({
     "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
     "savings", "bytes", "cliff", "sample", "layer", "head",
 })  # fmt: skip
-"""What can be asked of a finished trace; everything else says how one is made."""
+"""Options that have an effect on a finished trace; all others say how a trace is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
     "bound-tightness": frozenset({"compare"}),
     "needle": frozenset({"compare"}),
     "quality": frozenset({"compare"}),
 }
-"""Command -> what it asks of a trace that it makes, and not of a finished one."""
+"""Command -> options that have an effect only where it makes its trace."""
 _ALSO_ON_A_TRACE: Mapping[str, frozenset[str]] = {"tokens": frozenset({"budget"})}
-"""Command -> what says how a trace is made, and what it asks of a finished one too."""
+"""Command -> options of making a trace that have an effect on a finished one too."""
 
 
-_CALLED_ALIKE: Mapping[str, frozenset[str]] = {
+_OWN_OPTIONS: Mapping[str, frozenset[str]] = {
     "budget --savings": frozenset({"by"}),
     "question patching": frozenset({"by", "seed"}),
 }
-"""Command -> its own options that are called as one of a policy's or of all commands', and always have an effect."""
+"""Command -> its own options with the name of a shared one; they always have an effect."""
 
 
 def reason_without_effect(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
-    """Return why an option makes no difference to any of these configurations; empty where it makes one."""
-    if name in _CALLED_ALIKE.get(command, ()):
+    """Return why an option has no effect on any of these configurations; empty where it has one."""
+    if name in _OWN_OPTIONS.get(command, ()):
         return ""
     need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
     if name in UNUSED.get(command, {}):
-        return _unused(command, name)
+        return _unused_reason(command, name)
     if need is None:
         needs = grid.why_without_effect(name, configs) if name in grid.known_options() else ""
     else:
-        needs = need.words if need.has_no_effect(name, run, configs) else ""
+        needs = need.text if need.has_no_effect(name, run, configs) else ""
     return f"has no effect here: it needs {needs}; leave it out" if needs else ""
 
 
 def check(command: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> None:
-    """Raise ConfigError for the first option that was typed and makes no difference to the run."""
+    """Raise ConfigError for the first option on the command line that has no effect on the run."""
     check_all(command, [run], configs)
 
 
 def check_all(command: str, runs: Sequence[DataOptions], configs: Sequence[EvictionConfig]) -> None:
-    """Raise ConfigError for the first typed option that makes no difference to any of several runs."""
+    """Raise ConfigError for the first option on the command line that has no effect on any of several runs."""
 
     def reason(name: str) -> str:
         reasons = [reason_without_effect(command, name, run, configs) for run in runs]
@@ -195,20 +195,20 @@ def check_all(command: str, runs: Sequence[DataOptions], configs: Sequence[Evict
 
 
 def check_finished(command: str, run: DataOptions, path: Path) -> None:
-    """Raise ConfigError for the first option that was typed and makes no difference to a finished trace."""
+    """Raise ConfigError for the first option on the command line that has no effect on a finished trace."""
     known = (_ON_A_TRACE | _ALSO_ON_A_TRACE.get(command, frozenset())) - _NOT_ON_A_TRACE.get(command, frozenset())
     instead = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
-    _refuse_first(run, lambda name: _unused(command, name) if name in known else instead)
+    _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else instead)
 
 
 def check_file(command: str, run: DataOptions, path: Path, known: Collection[str]) -> None:
-    """Raise ConfigError for the first option that was typed and makes no difference to a finished file of answers."""
+    """Raise ConfigError for the first option on the command line that has no effect on a finished file of answers."""
     instead = f"has no effect on {command}, which looks at {path}; leave it out"
     _refuse_first(run, lambda name: "" if name in known else instead)
 
 
 def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError for a typed option of another view of a command.
+    """Raise ConfigError for an option on the command line that belongs to another view of the command.
 
     `views` are the options that choose a view, '' for the view without one -> names of the view's own options.
     """
@@ -217,35 +217,35 @@ def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]
     def reason(name: str) -> str:
         if name not in known or name in views[view]:
             return ""
-        owners = [spelled(one) for one, names in views.items() if one and name in names]
-        needs = f"it needs {' or '.join(owners)}" if owners else f"it does not go with {spelled(view)}"
+        owners = [option_flag(one) for one, names in views.items() if one and name in names]
+        needs = f"it needs {' or '.join(owners)}" if owners else f"it does not go with {option_flag(view)}"
         return f"has no effect here: {needs}; leave it out"
 
     _refuse_first(run, reason)
 
 
-def _unused(command: str, name: str) -> str:
+def _unused_reason(command: str, name: str) -> str:
     why = UNUSED.get(command, {}).get(name)
     return f"has no effect on {command}: {why}; leave it out" if why else ""
 
 
 def _refuse_first(run: DataOptions, reason: Callable[[str], str]) -> None:
-    for name in sorted(run.typed):
+    for name in sorted(run.typed_options):
         if why := reason(name):
-            msg = f"{spelled(name)} {why}"
+            msg = f"{option_flag(name)} {why}"
             raise ConfigError(msg)
 
 
-_SPELLED = {"as_json": "--json", "everything": "--all", "figure_format": "--format"}
+_FLAGS = {"as_json": "--json", "everything": "--all", "figure_format": "--format"}
 
 
-def spelled(name: str) -> str:
+def option_flag(name: str) -> str:
     """Return an option as it is written on the command line."""
-    return _SPELLED.get(name, f"--{name.replace('_', '-')}")
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def check_given_once(order: Sequence[Any]) -> None:
-    """Raise ConfigError for an option that takes one value and stands twice, in whichever spelling."""
+    """Raise ConfigError for an option that takes one value and is given twice, in any spelling."""
     for parameter in dict.fromkeys(order):
         times = list(order).count(parameter)
         if parameter.param_type_name == "option" and not parameter.multiple and times > 1:
@@ -255,22 +255,22 @@ def check_given_once(order: Sequence[Any]) -> None:
 
 
 def check_values(order: Sequence[Any], values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value that is given twice, and for a whole number beyond all that can be counted."""
+    """Raise ConfigError for a value that is given twice, and for a whole number that is too large."""
     for parameter in dict.fromkeys(order):
-        given = values.get(parameter.name)
-        if isinstance(given, (list, tuple)):
-            check_distinct(parameter.opts[0], given)
-        for value in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(value, int):
-                numbers.check_number(parameter.opts[0], value)
+        value = values.get(parameter.name)
+        if isinstance(value, (list, tuple)):
+            check_distinct(parameter.opts[0], value)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, int):
+                numbers.check_number(parameter.opts[0], item)
 
 
 _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
-"""Click's message where it finds more arguments than a command has."""
+"""Click's message for more arguments than a command takes."""
 
 
 def usage_message(message: str, error: Any) -> str:
-    """Return one line on what Click could not read: what to do, the option's owner, or where help is."""
+    """Return one line on a command line that Click cannot parse, with what to do, the option's owner, or the help."""
     line, context = " ".join(message.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
     if context and (hint := FORMER_OPTIONS.get((context.command.name, option))):
@@ -284,7 +284,7 @@ def usage_message(message: str, error: Any) -> str:
 
 
 def _extra_message(extra: str, command: Any) -> str:
-    """Return a line on what stands where no argument is left."""
+    """Return the message for an argument too many."""
     names = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
     most = f"no argument but {' and '.join(names)}" if names else "no argument"
     measures = not names and any(one.name == "dry_run" for one in command.params)
@@ -293,7 +293,7 @@ def _extra_message(extra: str, command: Any) -> str:
 
 
 def _owner(option: str) -> str:
-    """Return where an option belongs that a policy, a selection or a granularity has; empty for any other."""
+    """Return the policies, selections or granularities that own an option, and how to write it; empty for no owner."""
     name = option.lstrip("-").replace("-", "_")
     if name not in grid.known_options():
         return ""

@@ -33,7 +33,7 @@ LOOK = "Analysis and figures"
 class FigureOptions:
     """Files and width of the figures.
 
-    `asked` holds the analysis' own options, as summary.json keeps them.
+    `own_options` holds the values of the command's own options.
     """
 
     figure_format: Annotated[
@@ -46,7 +46,7 @@ class FigureOptions:
     explain: Annotated[
         bool, Option("--explain", help="Also say what columns mean, and show further tables", rich_help_panel=LOOK)
     ] = False
-    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    own_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for suffix in self.formats:
@@ -57,35 +57,35 @@ class FigureOptions:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The finished traces that were named."""
+        """The paths of the given traces."""
         return ()
 
     @property
-    def question(self) -> dict[str, Any]:
-        """The analysis' own options, as summary.json keeps them."""
-        return dict(self.asked)
+    def summary_options(self) -> dict[str, Any]:
+        """The options of the analysis, as summary.json keeps them."""
+        return dict(self.own_options)
 
     @property
     def formats(self) -> list[str]:
-        """The format of each file that a figure becomes."""
+        """The file formats of the figures."""
         return self.figure_format or ["png", "svg"]
 
     @property
     def width_mm(self) -> int:
-        """Printed width of the figures."""
+        """The printed width of the figures, mm."""
         from perturbkv.figures import style
 
         return style.COLUMN_MM if self.columns == 1 else style.WIDE_MM
 
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
-"""Budgets of the paper's sweeps, where an analysis is about budgets and the user chose none."""
+"""The budgets of the paper's sweeps: the default of analyses that compare budgets."""
 RARE = (
     "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
     "cache", "device_map", "save", "text", "kept", "max_memory", "chunk_mib", "norm_kernel", "wait", "shard",
     "shard_by", "engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample",
 )  # fmt: skip
-"""Options that every measuring command takes, and that only the help of `perturbkv trace` shows."""
+"""Options of every measuring command that only the help of `perturbkv trace` shows."""
 _MOST_MIB = 2**20
 _EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
@@ -101,32 +101,40 @@ MetricOption = Annotated[
         show_default=f"the dataset's, else {DEFAULT}",
     ),
 ]
+MaxNewTokensOption = Annotated[
+    int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
+]
+DEFAULT_SELECTIONS = ["attention", "two-stage"]
+SelectionOption = Annotated[
+    list[str] | None,
+    Option(metavar="NAME", help="How entries are selected", show_default=", ".join(DEFAULT_SELECTIONS)),
+]
 CompareOption = Annotated[
     str,
     Option(metavar="NAMES", help="Baseline, then treatments: NAME or policy:NAME"),
 ]
 
 
-def _evict(*names: str, **more: Any) -> Any:
+def _eviction_option(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_EVICT, **more)
 
 
-def _run(*names: str, **more: Any) -> Any:
+def _run_option(*names: str, **more: Any) -> Any:
     return Option(*names, rich_help_panel=_RUN, **more)
 
 
-def _rare(panel: str, *names: str, **more: Any) -> Any:
+def _rare_option(panel: str, *names: str, **more: Any) -> Any:
     """Return an option of `RARE`."""
     return Option(*names, rich_help_panel=panel, hidden=True, **more)
 
 
 @dataclass(frozen=True)
 class RunOptions(DataOptions):
-    """A run as typed; `configs` turns it into eviction configurations."""
+    """The options of a run; `configs` returns its eviction configurations."""
 
     policy: Annotated[
         list[str] | None,
-        _evict(
+        _eviction_option(
             metavar="NAME",
             help="Of `list policies`: adakv(floor=0.1)",
             show_default="snapkv",
@@ -135,100 +143,110 @@ class RunOptions(DataOptions):
     ] = None
     budget: Annotated[
         list[str] | None,
-        _evict("--budget", "-b", metavar="B", help="Entries per head, window in: 128 or 0.05",
+        _eviction_option("--budget", "-b", metavar="B", help="Entries per head, window in: 128 or 0.05",
                show_default="128"),
     ] = None  # fmt: skip
     preset: Annotated[
         list[str] | None,
-        _evict(
+        _eviction_option(
             metavar="NAME", help=", ".join(PRESETS), show_default="paper", autocompletion=data_options.complete_presets
         ),
     ] = None
     alpha: Annotated[
-        list[float] | None, _evict(metavar="X", help="Share of stage 1, 0 to 1", show_default=_BY_PRESET)
+        list[float] | None, _eviction_option(metavar="X", help="Share of stage 1, 0 to 1", show_default=_BY_PRESET)
     ] = None
     window: Annotated[
-        int | None, _evict(metavar="N", help="Last queries, which vote and always stay", show_default=_BY_PRESET)
+        int | None,
+        _eviction_option(metavar="N", help="Last queries, which vote and always stay", show_default=_BY_PRESET),
     ] = None
     granularity: Annotated[
         list[str] | None,
-        _evict(metavar="NAME", help="Heads with a kept set: query, kv, layer", show_default=_BY_PRESET),
+        _eviction_option(metavar="NAME", help="Heads with a kept set: query, kv, layer", show_default=_BY_PRESET),
     ] = None
     precision: Annotated[
         list[str] | None,
-        _evict(metavar="NAME", help="Of what is kept: full, quantise(bits=4)", show_default="full"),
+        _eviction_option(metavar="NAME", help="Of what is kept: full, quantise(bits=4)", show_default="full"),
     ] = None
     correction: Annotated[
         list[str] | None,
-        _rare(_EVICT, metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
+        _rare_option(_EVICT, metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
     ] = None
     protect_first: Annotated[
-        str | None, _rare(_EVICT, metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0")
+        str | None,
+        _rare_option(_EVICT, metavar="N", help="First entries that always stay: 4, or 0.1 of b", show_default="0"),
     ] = None
     protect_recent: Annotated[
         str | None,
-        _rare(_EVICT, metavar="N", help="Last entries that always stay, likewise", show_default="the window"),
+        _rare_option(_EVICT, metavar="N", help="Last entries that always stay, likewise", show_default="the window"),
     ] = None
     head_scores: Annotated[
-        Path | None, _rare(_EVICT, metavar="PATH", help="headkv's file; trace without headkv measures it")
+        Path | None, _rare_option(_EVICT, metavar="PATH", help="headkv's file; trace without headkv measures it")
     ] = None
-    scenario: Annotated[str, _evict(metavar="NAME", help=f"{' or '.join(SCENARIOS)} (without question)")] = "regular"
-    cache: Annotated[str, _rare(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")] = (
-        "ragged"
+    scenario: Annotated[str, _eviction_option(metavar="NAME", help=f"{' or '.join(SCENARIOS)} (without question)")] = (
+        "regular"
     )
+    cache: Annotated[
+        str, _rare_option(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")
+    ] = "ragged"
     steps: Annotated[
-        int | None, _run(metavar="N", help="Decode steps measured, of the full run's text", show_default="1")
+        int | None, _run_option(metavar="N", help="Decode steps measured, of the full run's text", show_default="1")
     ] = None
-    dtype: Annotated[str, _run(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
-    device: Annotated[str, _run(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
-    device_map: Annotated[str, _rare(_RUN, metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
+    dtype: Annotated[str, _run_option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
+    device: Annotated[str, _run_option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
+    device_map: Annotated[str, _rare_option(_RUN, metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
     save: Annotated[
-        list[str] | None, _rare(_RUN, metavar="NAME", help="outputs: also head outputs, hidden states, attention")
+        list[str] | None,
+        _rare_option(_RUN, metavar="NAME", help="outputs: also head outputs, hidden states, attention"),
     ] = None
     text: Annotated[
         bool,
-        _rare(_RUN, "--text/--no-text", help="Keep texts of prompts and answers in the trace", show_default="yes"),
+        _rare_option(
+            _RUN, "--text/--no-text", help="Keep texts of prompts and answers in the trace", show_default="yes"
+        ),
     ] = True
     kept: Annotated[
         bool,
-        _rare(_RUN, "--kept/--no-kept", help="Keep the positions of kept entries in it", show_default="yes"),
+        _rare_option(_RUN, "--kept/--no-kept", help="Keep the positions of kept entries in it", show_default="yes"),
     ] = True
     max_memory: Annotated[
         str | None,
-        _rare(_RUN, metavar="SIZE", help="Memory of evicted caches: 2GiB", show_default="half of the model's"),
+        _rare_option(_RUN, metavar="SIZE", help="Memory of evicted caches: 2GiB", show_default="half of the model's"),
     ] = None
     chunk_mib: Annotated[
-        int, _rare(_RUN, metavar="N", help="Working memory of value norms and sums, MiB")
+        int, _rare_option(_RUN, metavar="N", help="Working memory of value norms and sums, MiB")
     ] = 256  # fmt: skip
-    norm_kernel: Annotated[str, _rare(_RUN, metavar="NAME", help="Kernel of value norms: auto, triton, chunked")] = (
-        "auto"
-    )
+    norm_kernel: Annotated[
+        str, _rare_option(_RUN, metavar="NAME", help="Kernel of value norms: auto, triton, chunked")
+    ] = "auto"
     output: Annotated[
         Path | None,
-        _run("--output", "-o", metavar="PATH", help="Folder of the results",
+        _run_option("--output", "-o", metavar="PATH", help="Folder of the results",
              show_default="runs/<time>-<model>-<dataset>"),
     ] = None  # fmt: skip
-    overwrite: Annotated[bool, _run("--overwrite", help="Replace a trace of another run")] = False
-    wait: Annotated[bool, _rare(_RUN, "--wait", help="Wait while another process writes there")] = False
-    dry_run: Annotated[bool, _run("--dry-run", help="Show samples, memory, time; run nothing")] = False
-    as_json: Annotated[bool, _run("--json", help=_JSON)] = False
+    overwrite: Annotated[bool, _run_option("--overwrite", help="Replace a trace of another run")] = False
+    wait: Annotated[bool, _rare_option(_RUN, "--wait", help="Wait while another process writes there")] = False
+    dry_run: Annotated[bool, _run_option("--dry-run", help="Show samples, memory, time; run nothing")] = False
+    as_json: Annotated[bool, _run_option("--json", help=_JSON)] = False
     shard: Annotated[
-        str | None, _rare(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")
+        str | None, _rare_option(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")
     ] = None
-    shard_by: Annotated[str, _rare(_MANY, metavar="NAME", help="Parts of a shard: samples or configs")] = BY[0]
-    engine: Annotated[str, _rare(_MANY, metavar="NAME", help="Processes that measure: here, workers, ray")] = "here"
+    shard_by: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Parts of a shard: samples or configs")] = BY[0]
+    engine: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Processes that measure: here, workers, ray")] = (
+        "here"
+    )
     workers: Annotated[
-        int | None, _rare(_MANY, metavar="N", help="Number of processes", show_default="one per GPU")
+        int | None, _rare_option(_MANY, metavar="N", help="Number of processes", show_default="one per GPU")
     ] = None  # fmt: skip
     ray_address: Annotated[
         str | None,
-        _rare(_MANY, metavar="ADDR", help="Head of the Ray cluster: host:port", show_default="RAY_ADDRESS"),
+        _rare_option(_MANY, metavar="ADDR", help="Head of the Ray cluster: host:port", show_default="RAY_ADDRESS"),
     ] = None
     cpus_per_worker: Annotated[
-        int | None, _rare(_MANY, metavar="N", help="Cores of each worker", show_default="an even share")
+        int | None, _rare_option(_MANY, metavar="N", help="Cores of each worker", show_default="an even share")
     ] = None
     timeout_per_sample: Annotated[
-        float | None, _rare(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never")
+        float | None,
+        _rare_option(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -242,19 +260,19 @@ class RunOptions(DataOptions):
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
-        _ = self.part  # read once, so that a mistake is known before anything else
+        _ = self.parsed_shard  # a mistake is found before anything else is done
         if self.device_map == "auto" and self.device != "auto":
             msg = f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them"
             raise ConfigError(msg)
 
     @property
-    def part(self) -> Shard | None:
-        """The shard of the run that is measured; None: all of it. Raises ConfigError for text that is none."""
+    def parsed_shard(self) -> Shard | None:
+        """The shard of the run to measure; None: all of it. Raises ConfigError for text that is no shard."""
         return None if self.shard is None else Shard.parse(self.shard, self.shard_by)
 
     @property
     def engine_config(self) -> Workers:
-        """The engine that measures. Raises ConfigError for a choice that makes no difference there."""
+        """The engine that measures. Raises ConfigError for options that have no effect on it."""
         return Workers(
             self.engine,
             self.workers,
@@ -267,29 +285,32 @@ class RunOptions(DataOptions):
     @property
     def resources(self) -> Resources:
         """The resources that the run may use. Raises ConfigError for text that is not a size."""
-        bound = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
-        return Resources(self.chunk_mib * 2**20, bound, self.norm_kernel)
+        max_bytes = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
+        return Resources(self.chunk_mib * 2**20, max_bytes, self.norm_kernel)
 
     @property
     def step_count(self) -> int:
-        """The number of decode steps; 1 where the user did not say."""
+        """The number of decode steps; 1 by default."""
         return 1 if self.steps is None else self.steps
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
-        """Return the run with these budgets, where the user chose none."""
+        """Return the run with these budgets where the user gave none."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def choices(self) -> dict[str, Any]:
         """Return the choices of every configuration but its selection, as `perturbkv.selection.grid` takes them.
 
-        Raises BudgetError for text that is not a budget, ConfigError for one that stands twice.
+        Raises BudgetError for text that is not a budget, ConfigError for a repeated one.
         """
-        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in FIELDS}
-        budgets = check_distinct("--budget", [Budget.parse(text) for text in self.budget or ["128"]])
-        several = {"preset": self.preset or "paper", "policy": self.policy or "snapkv", "budget": budgets}
-        beside = {"alpha": self.alpha or None, "seed": self.seed}
-        listed = {name: getattr(self, name) or None for name in ("granularity", "precision", "correction")}
-        return {**asked, **several, **beside, **listed}
+        return {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in FIELDS},
+            "preset": self.preset or "paper",
+            "policy": self.policy or "snapkv",
+            "budget": check_distinct("--budget", [Budget.parse(text) for text in self.budget or ["128"]]),
+            "alpha": self.alpha or None,
+            "seed": self.seed,
+            **{name: getattr(self, name) or None for name in ("granularity", "precision", "correction")},
+        }
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
         """Return every preset × budget × alpha × granularity × policy × selection.
@@ -297,23 +318,23 @@ class RunOptions(DataOptions):
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
         `random` alone is the selection. Raises ConfigError for a --policy that no selection leaves open.
         """
-        if "policy" in self.typed and all(map(names_policy, selections)):
+        if "policy" in self.typed_options and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)
-        made = expand_grid({**self.choices(), "selection": selections}, self.cache)
+        configs = expand_grid({**self.choices(), "selection": selections}, self.cache)
         if (
-            "selection" in self.typed
-            and all(one.is_external for one in made)
+            "selection" in self.typed_options
+            and all(one.is_external for one in configs)
             and not any(map(names_policy, selections))
         ):
-            msg = f"--selection has no effect here: {made[0].policy.name} keeps what it keeps; leave it out"
+            msg = f"--selection has no effect here: {configs[0].policy.name} keeps what it keeps; leave it out"
             raise ConfigError(msg)
-        return made
+        return configs
 
 
 @dataclass(frozen=True)
 class LookOptions(FigureOptions):
-    """The trace that an analysis looks at, and the decode step in it."""
+    """The options of figures, the trace to analyse, and the decode step in it."""
 
     trace: Annotated[
         Path | None, Argument(help="A finished trace; without it one is made first", show_default=False)
@@ -328,18 +349,18 @@ class LookOptions(FigureOptions):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The finished trace, where one was named."""
+        """The path of the given trace, if any."""
         return () if self.trace is None else (self.trace,)
 
     @property
-    def question(self) -> dict[str, Any]:
-        """The analysis' own options and the step, as summary.json keeps them."""
-        return {**self.asked, "step": self.step}
+    def summary_options(self) -> dict[str, Any]:
+        """The options of the analysis and the step, as summary.json keeps them."""
+        return {**self.own_options, "step": self.step}
 
 
 @dataclass(frozen=True)
 class TracesOptions(FigureOptions):
-    """The finished traces that an analysis looks at together."""
+    """The options of figures, and the traces to analyse together."""
 
     traces: Annotated[
         list[Path] | None,
@@ -348,5 +369,5 @@ class TracesOptions(FigureOptions):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The finished traces that were named."""
+        """The paths of the given traces."""
         return tuple(self.traces or ())

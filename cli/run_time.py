@@ -1,4 +1,4 @@
-"""The time that a run will take: its arithmetic over a rate measured in a moment, then what its samples took.
+"""Estimates of the time of a run: from its arithmetic and a rate measured in a moment, then from its first samples.
 
 The estimate counts multiplications of the prefill, of attention and of decoding, and adds the share that measuring took
 beside a prefill in docs/cost.md. It leaves out loading the weights and reading the data: right within a factor of two
@@ -27,7 +27,7 @@ _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, 
 
 
 def estimate_seconds(planned: Plan) -> float:
-    """Return the seconds that all samples of a run take in one process on its device."""
+    """Return an estimate of the seconds that all samples of a run take in one process on its device."""
     run, shape = planned.run, Shape.from_config(planned.files.config, 1, 0)
     parameters = planned.files.parameters()
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
@@ -40,24 +40,24 @@ def estimate_seconds(planned: Plan) -> float:
 
 
 def _multiplications_per_second(planned: Plan, rows: int) -> float:
-    """Return floating-point operations per second of a projection of the model, of so many rows at once."""
+    """Return the floating-point operations per second of a projection of the model, with `rows` rows at once."""
     import torch
 
-    place, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
-    inputs = torch.ones(rows, width, dtype=place.dtype, device=place.device)
-    weights = torch.ones(width, 4 * width, dtype=place.dtype, device=place.device)
+    placement, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
+    inputs = torch.ones(rows, width, dtype=placement.dtype, device=placement.device)
+    weights = torch.ones(width, 4 * width, dtype=placement.dtype, device=placement.device)
 
     def work() -> None:
         inputs @ weights
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
+        if placement.device.type == "cuda":
+            torch.cuda.synchronize(placement.device)
 
     work()
     count, start = 0, time.perf_counter()
-    while (gone := time.perf_counter() - start) < _PROBE_S or count < 1:
+    while (elapsed := time.perf_counter() - start) < _PROBE_S or count < 1:
         work()
         count += 1
-    return 2 * rows * width * 4 * width * count / gone
+    return 2 * rows * width * 4 * width * count / elapsed
 
 
 def duration(seconds: float) -> str:
@@ -69,26 +69,26 @@ def duration(seconds: float) -> str:
 
 
 def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a progress that prints how long the run takes: an estimate first, then what the first sample took.
+    """Return a progress callback that prints how long the run takes: an estimate, then what the first sample took.
 
     The first sample's seconds hold loading the weights. A bar shows the time left itself; nothing is printed of what
     takes less than ten seconds.
     """
-    start, begun, printed = clock(), -1, console.err.is_terminal
+    start, first, printed = clock(), -1, console.err.is_terminal
 
-    def at(done: int, total: int) -> None:
-        nonlocal begun, printed, start
+    def update(done: int, total: int) -> None:
+        nonlocal first, printed, start
         progress(done, total)
-        if begun < 0:
-            begun = done
+        if first < 0:
+            first = done
             seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
             if seconds >= _WORTH_A_NOTE_S:
                 console.note(f"{total - done} samples take {duration(seconds)}, by a quick estimate")
             start = clock()
-        elif done > begun and not printed:
+        elif done > first and not printed:
             printed = True
-            seconds = (clock() - start) / (done - begun) * (total - done)
+            seconds = (clock() - start) / (done - first) * (total - done)
             if seconds >= _WORTH_A_NOTE_S:
                 console.note(f"{done} of {total} samples are done; the others take {duration(seconds)}")
 
-    return at
+    return update

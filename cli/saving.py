@@ -1,7 +1,7 @@
-"""Files that a command leaves: figures with the run's identity in their metadata, and JSON documents.
+"""Files that a command writes: figures with the run's identity in their metadata, and JSON documents.
 
-summary.json holds the numbers of every analysis of one trace, or of several that belong together. Each function that
-returns an `OutputFile` says what may be replaced there; `OutputFolder.claim` asks it before any work is done.
+summary.json holds the numbers of every analysis of one trace, or of several analysed together. Each function that
+returns an `OutputFile` says which files it may replace; `OutputFolder.claim` asks it before any work is done.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ if TYPE_CHECKING:
 
 
 _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pdf": b"/Creator (perturbkv"}
-"""The maker's name in the metadata of a figure, by format."""
+"""The bytes that name this library in the metadata of a figure, by format."""
 
 
 def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
-    """Return the files of figures, which replace figures of ours alone."""
+    """Return the output files of figures; they replace only figures of this library."""
     return [
-        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _holds(_MADE_BY_US[suffix]))
+        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _contains(_MADE_BY_US[suffix]))
         for suffix in formats
         for stem in stems
     ]
 
 
 def text_file(path: Path, begins: str) -> OutputFile:
-    """Return the file of a table as text, which replaces a text that begins like this alone."""
+    """Return the output file of a table as text; it replaces only a text that begins with `begins`."""
     return OutputFile(path, "a table of ours", lambda path: path.read_bytes().startswith(begins.encode()))
 
 
 def result_file(path: Path, name: str) -> OutputFile:
-    """Return the JSON file of one analysis, which replaces an earlier result of the analysis `name` alone."""
+    """Return the JSON output file of the analysis `name`; it replaces only an earlier result of it."""
 
     def is_ours(path: Path) -> bool:
-        found = _json_or_none(FileKind("results of ours", ConfigError), path)
-        return isinstance(found, dict) and found.get("analysis") == name
+        document = _json_or_none(FileKind("results of ours", ConfigError), path)
+        return isinstance(document, dict) and document.get("analysis") == name
 
     return OutputFile(path, f"a result of {name}", is_ours)
 
 
 def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
-    """Return a JSON file that replaces one whose document is ours alone."""
+    """Return a JSON output file; it replaces only a document for which `is_ours` holds."""
     return OutputFile(path, kind.description, lambda path: is_ours(_json_or_none(kind, path)))
 
 
@@ -66,28 +66,28 @@ def _json_or_none(kind: FileKind, path: Path) -> Any:
         return None
 
 
-def _holds(mark: bytes) -> Callable[[Path], bool]:
+def _contains(mark: bytes) -> Callable[[Path], bool]:
     return lambda path: mark in path.read_bytes()
 
 
 @contextmanager
 def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a new file beside `path`, which takes its place when the block has filled it.
+    """Yield a temporary file beside `path` that replaces it when the block has filled it.
 
-    No other process writes it meanwhile. Raises what `OutputFolder.claim` raises, before the block.
+    No other process writes it meanwhile. Raises the errors of `OutputFolder.claim` before the block.
     """
     with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
         clear_leftovers(path)
-        with atomic_path(path) as beside:
-            yield beside
+        with atomic_path(path) as temporary:
+            yield temporary
 
 
 def save_figure(
     figure: Figure, identity: RunIdentity, stem: Path, formats: list[str], overwrite: bool = False
 ) -> list[str]:
-    """Write the figure as `stem.<format>` for each format; returns the paths.
+    """Write the figure as `stem.<format>` for each format; return the paths.
 
-    Raises ConfigError where a figure would replace a file that is none of ours; `overwrite` allows it.
+    Raises ConfigError where a figure would replace a file of others, unless `overwrite` allows it.
     """
     from perturbkv.figures import style
 
@@ -95,15 +95,15 @@ def save_figure(
     paths = []
     for suffix in formats:
         path = stem.with_name(f"{stem.name}.{suffix}")
-        with style.use(), warnings.catch_warnings(), atomic_path(path) as beside:
+        with style.use(), warnings.catch_warnings(), atomic_path(path) as temporary:
             warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in letters that the font lacks shows boxes
-            figure.savefig(beside, format=suffix, dpi=300, metadata=style.metadata(identity, suffix))
+            figure.savefig(temporary, format=suffix, dpi=300, metadata=style.metadata(identity, suffix))
         paths.append(str(path))
     return paths
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON document that says which schema it follows; the file appears whole."""
+    """Write a JSON document with its schema version; the file appears whole."""
     write_atomically(path, lambda stream: stream.write(console.as_json(document).encode()))
 
 
@@ -113,19 +113,19 @@ _SUMMARY = FileKind("a summary of ours", ConfigError, hint="move it away or give
 
 @dataclass(frozen=True)
 class Source:
-    """A trace behind some numbers: its path, and the digest of its file, empty where it is not made yet."""
+    """The path of a trace that was analysed, and the digest of its file; empty where the trace does not exist yet."""
 
     path: str
     digest: str = ""
 
     def is_among(self, others: Sequence[Source]) -> bool:
         """Return whether one of the others is the same file, or has the same content."""
-        here = Path(self.path).resolve()
-        return any((self.digest and self.digest == one.digest) or Path(one.path).resolve() == here for one in others)
+        path = Path(self.path).resolve()
+        return any((self.digest and self.digest == one.digest) or Path(one.path).resolve() == path for one in others)
 
 
 def summary_header(trace: Trace) -> dict[str, Any]:
-    """Return what every document says of a trace."""
+    """Return the fields of a trace that every JSON document has."""
     from perturbkv.analyses.json_values import run_object
 
     return {
@@ -138,32 +138,34 @@ def summary_header(trace: Trace) -> dict[str, Any]:
 
 
 def _bytes_over_full(trace: Trace) -> dict[str, float]:
-    """Return each configuration's bytes over the full cache's, where some store few bits; nothing elsewhere."""
+    """Return each configuration's bytes over the full cache's where some are quantised; otherwise nothing."""
     from perturbkv.analyses.identity import identity
 
     shares = identity(trace, trace.run.configs).byte_shares
     return dict(zip(trace.run.labels(), shares, strict=True)) if shares else {}
 
 
-def summary_file(folder: Path, sources: Sequence[Source], name: str, asked: Mapping[str, Any]) -> OutputFile:
-    """Return the summary of a folder, to which the analysis `name` of these traces may be added.
+def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Mapping[str, Any]) -> OutputFile:
+    """Return the output file of a folder's summary, to which the analysis `name` of these traces may be added.
 
-    The same question replaces its old answer, and so does one that only adds to it.
+    It replaces an analysis of the same options, or of fewer.
     """
 
     def is_ours(path: Path) -> bool:
-        """Raise ConfigError where a summary holds numbers of other traces, or of another question to these."""
-        before = _read_summary(path)
-        if not all(one.is_among(sources) for one in _sources(before)):
-            paths = ", ".join(one.path for one in _sources(before))
+        """Raise ConfigError where a summary holds other traces, or the same analysis with other options."""
+        document = _read_summary(path)
+        if not all(one.is_among(sources) for one in _sources(document)):
+            paths = ", ".join(one.path for one in _sources(document))
             msg = f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
             raise ConfigError(msg)
-        old = before["analyses"].get(name, {}).get("asked")
-        other = [option for option in asked if old is not None and old.get(option) not in (asked[option], False)]
-        if old is not None and other:
-            had, wanted = (", ".join(_spelled(option, of.get(option)) for option in other) for of in (old, asked))
+        old = document["analyses"].get(name, {}).get("asked")
+        different = [key for key in options if old is not None and old.get(key) not in (options[key], False)]
+        if old is not None and different:
+            before, now = (
+                ", ".join(_option_text(key, given.get(key)) for key in different) for given in (old, options)
+            )
             msg = (
-                f"{path} holds {name} {had}; this one is {wanted}; give another --output, or --overwrite to replace "
+                f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
                 "its numbers and figures"
             )
             raise ConfigError(msg)
@@ -172,7 +174,7 @@ def summary_file(folder: Path, sources: Sequence[Source], name: str, asked: Mapp
     return OutputFile(folder / SUMMARY_NAME, "a summary of ours", is_ours)
 
 
-def _spelled(option: str, value: Any) -> str:
+def _option_text(option: str, value: Any) -> str:
     """Return 'with --max-kl 0.1', or 'without --max-kl'."""
     name = f"--{option.replace('_', '-')}"
     if value is None or value is False:
@@ -181,18 +183,17 @@ def _spelled(option: str, value: Any) -> str:
 
 
 def write_summary(path: Path, header: Mapping[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:
-    """Put one analysis into a summary whose traces the header names; those of the same traces that stand there stay.
+    """Write one analysis into a summary; keep its other analyses where they are of the same traces.
 
-    Analyses that end at the same time wait for each other. Raises ConfigError for a file that is no summary of ours,
-    unless `overwrite` allows to replace it.
+    Analyses that end at the same time wait for each other. Raises ConfigError for a file that is no summary, unless
+    `overwrite` allows to replace it.
     """
     with Lock(path, wait=True):
         others: dict[str, Any] = {}
         if path.exists():
             with suppress(*[ConfigError] if overwrite else []):
-                before = _read_summary(path)
-                same = _digests(before) == _digests(header)
-                others = before["analyses"] if same else {}
+                document = _read_summary(path)
+                others = document["analyses"] if _digests(document) == _digests(header) else {}
         write_json(path, {**header, "analyses": {**others, name: numbers}})
 
 
@@ -205,12 +206,12 @@ def _digests(document: Mapping[str, Any]) -> list[str]:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """Return a summary of ours: its traces and their digests, its analyses. Raises ConfigError for any other file."""
-    before = _SUMMARY.read_json(path)
-    document = before if _is_object(before) else {}
+    """Return the traces and analyses of a summary. Raises ConfigError for any other file."""
+    content = _SUMMARY.read_json(path)
+    document = content if _is_object(content) else {}
     traces = document.get("traces", [document])
-    whole = isinstance(traces, list) and traces and all(map(_is_trace, traces))
-    if not whole or not _is_object(document.get("analyses"), _is_analysis):
+    valid = isinstance(traces, list) and traces and all(map(_is_trace, traces))
+    if not valid or not _is_object(document.get("analyses"), _is_analysis):
         raise _SUMMARY.refusal(path, "another document")
     return {name: document[name] for name in ("traces", "trace", "trace_digest", "analyses") if name in document}
 

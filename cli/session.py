@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from perturbkv.cli import console, dry_run, option_refusals, saving
-from perturbkv.cli.command_line import made, split_parameters, spread, typed
+from perturbkv.cli.command_line import copy_signature, fill_groups, split_parameters, typed_options
 from perturbkv.cli.options import FigureOptions, RunOptions
 from perturbkv.cli.planned_run import dataset_paths, each_dataset, make_traces, plan_all, run_folder, warn_of_gaps
 from perturbkv.configs.eviction import EvictionConfig
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """A command's traces, its output folder, and what it leaves there.
+    """The traces of a command, its output folder, and the files that it writes there.
 
     Attributes:
-        name: of the analysis: its key in summary.json, and the beginning of its files' names.
+        name: name of the analysis: its key in summary.json, and the beginning of its file names.
         output: the folder of figures and numbers.
         look: format and width of figures, and the analysis' own options.
         as_json: whether the numbers go to stdout instead of tables.
-        traces: what is looked at; without any, the result has a JSON file of its own, `<name>.json`.
-        source: of a result without traces: what JSON says of where it comes from.
-        joint: whether it may be of several traces, so that JSON has a list of them.
-        asked: the options that summary.json keeps.
+        traces: the analysed traces; without any, the result has a JSON file of its own, `<name>.json`.
+        joint: whether several traces may be analysed together, so that JSON has a list of them.
+        options: the options of the analysis, as summary.json keeps them.
+        source: where a result without traces comes from, as JSON keeps it.
         figures: paths written so far.
     """
 
@@ -57,9 +57,9 @@ class Session:
     look: FigureOptions
     as_json: bool
     traces: tuple[Trace, ...] = ()
-    source: Mapping[str, Any] = field(default_factory=dict)
     joint: bool = False
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
     figures: list[str] = field(default_factory=list)
 
     @property
@@ -79,7 +79,7 @@ class Session:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Failed sample -> why; one of a further trace stands under its data set too."""
+        """Failed sample -> why; samples of a second and later trace are named with their data set."""
         more = {f"{one.run.dataset}: {name}": why for one in self.traces[1:] for name, why in one.failures.items()}
         return {**(self.trace.failures if self.traces else {}), **more}
 
@@ -89,37 +89,36 @@ class Session:
         return self.output.path / (saving.SUMMARY_NAME if self.traces else f"{self.name}.json")
 
     def claim(self, stems: Sequence[str], sources: Sequence[saving.Source] = (), *more: OutputFile) -> Claim:
-        """Claim figures, numbers and further files; `sources` are the traces that the numbers are of.
+        """Claim the output files of figures, numbers and more; `sources` are the analysed traces.
 
-        Raises what `OutputFolder.claim` raises.
+        Raises the errors of `OutputFolder.claim`.
         """
         folder = self.output.path
         figures = saving.figure_files(folder, stems, self.look.formats)
         if not sources:
             path = folder / f"{self.name}.json"
             return self.output.claim(*figures, *more, saving.result_file(path, self.name), writer=path)
-        return self.output.claim(*figures, *more, saving.summary_file(folder, sources, self.name, self.asked))
+        return self.output.claim(*figures, *more, saving.summary_file(folder, sources, self.name, self.options))
 
     def save(self, figure: Figure, identity: RunIdentity, stem: str) -> None:
-        """Write a figure in every format."""
+        """Write a figure in every chosen format."""
         path = self.output.path / stem
         self.figures.extend(saving.save_figure(figure, identity, path, self.look.formats, self.output.overwrite))
 
     def show(
         self, results: Results, document: dict[str, Any] | None = None, failures: Mapping[str, str] | None = None
     ) -> None:
-        """Write results into the JSON file and print them; exit with 1 where samples failed.
+        """Write results to the JSON file and print them; exit with 1 where samples failed.
 
-        `document` is what JSON holds of them, by default what the first one says; `failures` are those of a result
-        without traces.
+        `document` is their content in JSON, by default that of the first one; `failures` are the failed samples of a
+        result without traces.
         """
-        shown = [results] if not isinstance(results, Sequence) else list(results)
-        numbers = shown[0].to_dict() if document is None else document
-        header, own = self._write(numbers)
+        listed = [results] if not isinstance(results, Sequence) else list(results)
+        header, body = self._write(listed[0].to_dict() if document is None else document)
         if self.as_json:
-            console.print_json({"analysis": self.name, **header, **own})
+            console.print_json({"analysis": self.name, **header, **body})
         else:
-            console.result(shown, *self._title(shown[0]), explain=self.look.explain)
+            console.result(listed, *self._title(listed[0]), explain=self.look.explain)
             console.say(f"written to {self.output.path}")
         failed = self.failures if failures is None else failures
         say_failures(failed)
@@ -127,7 +126,7 @@ class Session:
             raise typer.Exit(1)
 
     def show_alone(self, result: Result) -> None:
-        """Print a result of one trace that leaves no file."""
+        """Print a result of one trace without writing a file."""
         if self.as_json:
             source = {"trace": self.trace.source, "trace_digest": self.trace.digest}
             console.print_json({"analysis": self.name, **source, **result.to_dict()})
@@ -135,19 +134,19 @@ class Session:
             console.result([result], result.identity.lines()[0], explain=self.look.explain)
 
     def _write(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write the JSON file; returns what it says of the source, and the analysis' own numbers."""
+        """Write the JSON file; return its header on the source and its numbers of the analysis."""
         if not self.traces:
-            header, own = dict(self.source), {**numbers, "figures": self.figures}
-            saving.write_json(self.path, {"analysis": self.name, **header, **own})
-            return header, own
+            header, body = dict(self.source), {**numbers, "figures": self.figures}
+            saving.write_json(self.path, {"analysis": self.name, **header, **body})
+            return header, body
         headers = [saving.summary_header(trace) for trace in self.traces]
         header = {"traces": headers} if self.joint else {**headers[0], "failed": self.failures}
-        own = {"asked": dict(self.asked), **numbers, "figures": self.figures}
-        saving.write_summary(self.path, header, self.name, own, self.output.overwrite)
-        return header, own
+        body = {"asked": dict(self.options), **numbers, "figures": self.figures}
+        saving.write_summary(self.path, header, self.name, body, self.output.overwrite)
+        return header, body
 
     def _title(self, result: Result) -> tuple[str, str]:
-        """Return the run in one line, and the layers that are measured where some are not."""
+        """Return the run in one line, and a line on the measured layers where they are not all."""
         from perturbkv.analyses.pairing import plural
 
         if not self.traces:
@@ -170,26 +169,26 @@ def say_failures(failures: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Analysis:
-    """One question to a trace, or to several: how the trace is made where none is given, and how it is answered.
+    """An analysis of one trace or several, and the run that makes the trace where none is given.
 
     Attributes:
         name: key in summary.json, and the beginning of the figures' names.
-        run: options of a run that makes the trace.
-        configs: returns the configurations of such a run.
-        answer: from the opened session to the results; it saves figures itself where `stems` names them.
+        run: options of the run that makes the trace.
+        configs: returns the configurations of that run.
+        answer: maps the opened session to the results; it saves figures itself where `stems` names them.
         figures: method of the result that draws -> end of the figure's name.
         stems: names of figures that `answer` saves.
-        command: as it is typed, where that is not the name.
+        command: the command as it is typed, where that is not the name.
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         leave_out_unfit: whether budgets that do not exceed the window are skipped, which the user did not choose.
         files: the model, where it was opened already.
         metric: grades answers instead of the dataset's own.
         by_dataset: whether `run.dataset` names several data sets, each with a trace in a folder of its name.
-        asked: options that summary.json keeps, where they are not those of the command.
+        options: the options that summary.json keeps, where they are not those of the command.
         outputs: returns further files that `answer` writes into a folder.
-        dry_note: what a dry run says beside the plan.
+        dry_note: a note of a dry run, beside the plan.
         exit_code: returns the exit code of a result.
-        writes: whether figures and numbers are left as files.
+        writes: whether figures and numbers are written to files.
     """
 
     name: str
@@ -204,14 +203,14 @@ class Analysis:
     files: ModelFiles | None = None
     metric: str = ""
     by_dataset: bool = False
-    asked: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
     outputs: Callable[[Path], Sequence[OutputFile]] = lambda folder: ()
     dry_note: str = ""
     exit_code: Callable[[Any], int] = lambda result: 0
     writes: bool = True
 
     @property
-    def typed_as(self) -> str:
+    def command_name(self) -> str:
         """The command as it is typed."""
         return self.command or self.name
 
@@ -221,7 +220,7 @@ class Analysis:
         return list(self.stems) or [f"{self.name}{end}" for end in self.figures.values()]
 
     def carry_out(self, look: FigureOptions) -> None:
-        """Open or make the trace, answer, save, show. Raises PerturbkvErrors; exits as `exit_code` says."""
+        """Open or make the trace, analyse, save, show; exit with the code of `exit_code`. Raises PerturbkvErrors."""
         session = open_session(self, look)
         if session is None:
             return
@@ -229,8 +228,8 @@ class Analysis:
         results, document = answer if isinstance(answer, tuple) else (answer, None)
         if not self.stems:
             for method, end in self.figures.items():
-                drawn = getattr(results, method)(session.width_mm)
-                session.save(drawn, results.identity, f"{self.name}{end}")
+                figure = getattr(results, method)(session.width_mm)
+                session.save(figure, results.identity, f"{self.name}{end}")
         if not self.writes:
             session.show_alone(results)
             return
@@ -240,16 +239,16 @@ class Analysis:
 
 
 def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
-    """Return the session of finished traces, or of those that the analysis' run makes; None after a dry run.
+    """Return the session of finished traces, or of the traces that the run of the analysis makes; None after a dry run.
 
-    Raises PerturbkvErrors, all that can be known before a model is loaded before it is.
+    Raises PerturbkvErrors, before a model is loaded wherever possible.
     """
-    run, asked = analysis.run, look.question if analysis.asked is None else analysis.asked
+    run, options = analysis.run, look.summary_options if analysis.options is None else analysis.options
     if look.paths:
-        option_refusals.check_finished(analysis.typed_as, run, look.paths[0])
+        option_refusals.check_finished(analysis.command_name, run, look.paths[0])
         output = OutputFolder(run.output or look.paths[0].parent, run.overwrite)
         session = Session(
-            analysis.name, output, look, run.as_json, read_traces(look.paths), joint=analysis.by_dataset, asked=asked
+            analysis.name, output, look, run.as_json, read_traces(look.paths), analysis.by_dataset, options
         )
         _check_complete(session)
         sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
@@ -257,11 +256,11 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
         return session
     configs = tuple(analysis.configs())
     runs = each_dataset(run) if analysis.by_dataset else [run]
-    option_refusals.check_all(analysis.typed_as, runs, configs)
+    option_refusals.check_all(analysis.command_name, runs, configs)
     folder = run_folder(run, run.output, [one.dataset for one in runs])
     paths = dataset_paths(folder, runs) if analysis.by_dataset else [folder / "trace.h5"]
     session = Session(
-        analysis.name, OutputFolder(folder, run.overwrite), look, run.as_json, joint=analysis.by_dataset, asked=asked
+        analysis.name, OutputFolder(folder, run.overwrite), look, run.as_json, (), analysis.by_dataset, options
     )
     if not run.dry_run:
         for path in paths:
@@ -294,7 +293,7 @@ def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source
 
 
 def _check_complete(session: Session) -> None:
-    """Raise FailedRunError where no sample can be looked at; of several traces one without is left out."""
+    """Raise FailedRunError where no sample is complete; note each of several traces that has none."""
     if not session.usable or not (session.joint or session.trace.ok.any()):
         traces = session.traces if session.joint else session.traces[:1]
         failures = {sample: why for one in traces for sample, why in one.failures.items()}
@@ -319,23 +318,23 @@ def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
 def _show_plans(analysis: Analysis, planned: Sequence[Plan], folder: Path) -> None:
     run = analysis.run
     if analysis.by_dataset:
-        dry_run.show_all(planned, run.as_json, folder, run.part)
+        dry_run.show_all(planned, run.as_json, folder, run.parsed_shard)
     else:
-        dry_run.show(planned[0], run.as_json, folder, run.part)
+        dry_run.show(planned[0], run.as_json, folder, run.parsed_shard)
     if analysis.dry_note:
         console.note(analysis.dry_note)
 
 
 def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:
-    """Return the command of a function from `run`, `look` and its own options to an `Analysis`."""
+    """Return the command of a function that maps `run`, `look` and its own options to an `Analysis`."""
     groups, own = split_parameters(function)
 
     def call(context: typer.Context, **values: Any) -> None:
-        asked = {parameter.name: values[parameter.name] for parameter in own}
-        chosen = made(groups, values, typed(context), asked)
-        function(**chosen, **asked).carry_out(chosen["look"])
+        own_options = {parameter.name: values[parameter.name] for parameter in own}
+        chosen = fill_groups(groups, values, typed_options(context), own_options)
+        function(**chosen, **own_options).carry_out(chosen["look"])
 
-    return spread(function, call, groups, own)
+    return copy_signature(function, call, groups, own)
 
 
 View = Callable[..., Analysis | None]
@@ -344,10 +343,10 @@ View = Callable[..., Analysis | None]
 def analysis_views(
     default: View, *, flags: Mapping[str, Any], help: Callable[[], None], **views: View
 ) -> Callable[..., None]:
-    """Return a command with several views, each a function as `analysis` takes it, or one that shows by itself.
+    """Return a command with several views, each a function as `analysis` takes it, or one that shows its own result.
 
-    Each further view is chosen by the option of its name: a flag that `flags` annotates, or a parameter of the view. An
-    option of another view is refused. `help` has the command's name and docstring.
+    Each view but the default is chosen by the option of its name: a flag that `flags` annotates, or a parameter of the
+    view. An option of another view is refused. `help` has the name and the docstring of the command.
     """
     functions: dict[str, View] = {"": default, **views}
     groups, _ = split_parameters(default)
@@ -357,29 +356,28 @@ def analysis_views(
         for name, annotation in flags.items()
     ]
     merged = {one.name: one for parameters in reversed(list(own.values())) for one in parameters}
-    parameters = [*switches, *(merged[name] for name in dict.fromkeys(_names(own)))]
+    names = dict.fromkeys(one.name for parameters in own.values() for one in parameters)
+    parameters = [*switches, *(merged[name] for name in names)]
 
     def call(context: typer.Context, **values: Any) -> None:
-        given = typed(context)
+        typed = typed_options(context)
         view = _chosen_view([name for name in views if values[name] not in (False, None)])
-        asked = {one.name: values[one.name] if one.name in given else one.default for one in own[view]}
-        chosen = made(groups, values, given, asked)
+        own_options = {one.name: values[one.name] if one.name in typed else one.default for one in own[view]}
+        chosen = fill_groups(groups, values, typed, own_options)
         known = {name: {*([name] if name else []), *(one.name for one in own[name])} for name in functions}
         option_refusals.check_view(view, chosen["run"], known)
-        answered = functions[view](**chosen, **asked)
-        if answered is not None:
-            answered.carry_out(chosen["look"])
+        result = functions[view](**chosen, **own_options)
+        if result is not None:
+            result.carry_out(chosen["look"])
 
-    return spread(help, call, groups, parameters)
-
-
-def _names(own: Mapping[str, Sequence[inspect.Parameter]]) -> list[str]:
-    return [one.name for parameters in own.values() for one in parameters]
+    return copy_signature(help, call, groups, parameters)
 
 
 def _chosen_view(chosen: Sequence[str]) -> str:
     """Return the view of a command line, '' where none is chosen. Raises ConfigError for two."""
     if len(chosen) > 1:
-        msg = f"expected one of {' and '.join(map(option_refusals.spelled, chosen))}, got both; give only one of them"
+        msg = (
+            f"expected one of {' and '.join(map(option_refusals.option_flag, chosen))}, got both; give only one of them"
+        )
         raise ConfigError(msg)
     return chosen[0] if chosen else ""

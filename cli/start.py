@@ -1,4 +1,4 @@
-"""The command's first moment: a Ctrl-C while the rest is imported is a line too."""
+"""The entry point of the command: a Ctrl-C while the rest is imported ends it with one line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Run the command line, `cli.main`."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # and not ignored, as of a command in a shell's background
-        signal.signal(signal.SIGINT, _leave)
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.default_int_handler:  # it is ignored in a command that a shell runs in the background
+        signal.signal(signal.SIGINT, _exit_interrupted)
     from perturbkv.cli.main import main as run
 
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous)
     run()
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
     sys.stderr.write("error: interrupted; nothing was begun\n")
     sys.stderr.flush()
     os._exit(_INTERRUPTED)

@@ -1,11 +1,9 @@
-"""A sweep file (YAML) as it is read: every key and every value with its line, nothing combined yet.
+"""Reader of sweep files (YAML): every key and every value with its line; `commands.trace` combines them.
 
-Values are read from their text as the command line reads them, never built by YAML: `1e-3` is a number although YAML
+Values are parsed from their text as the command line parses them, never built by YAML: `1e-3` is a number although YAML
 1.1 takes it for text, `010` is ten, `none` is a word, and no tag makes an object.
 
-Which keys a sweep file takes, and how the text of each becomes a value: the long options of `perturbkv trace`.
-
-They are read off `RunOptions`, so that an option that is added there is a key at once.
+The keys are the long options of `perturbkv trace`, derived from `RunOptions`: an option added there is a key at once.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from perturbkv.cli.command_line import options
+from perturbkv.cli.command_line import option_fields
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.entry_counts import Budget
@@ -27,28 +25,28 @@ from perturbkv.selection import grid
 from perturbkv.selection.grid import FIELDS
 from perturbkv.user_files import MIB, FileKind
 
-_TYPED_ALONE = ("shard", "shard_by", "overwrite", "wait", "dry_run", "as_json")
-"""Options that say what to do this time, not what is measured: never in a file."""
+_COMMAND_LINE_ONLY = ("shard", "shard_by", "overwrite", "wait", "dry_run", "as_json")
+"""Options that do not describe the measurement, and are refused in a file."""
 _SHARED = "seed"
-"""The one choice that is not the eviction's alone: data and weights have it too, and it is one for them."""
+"""The one eviction choice that data and weights use too, with a single value."""
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("a whole number", int),
     float: ("a number", float),
     bool: ("true or false", lambda text: _TRUTH[text.lower()]),
     str: ("text", str),
-    Path: ("a path", lambda text: Path(text).expanduser()),  # no shell has looked at the file
+    Path: ("a path", lambda text: Path(text).expanduser()),  # no shell has expanded it
 }
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """A key of a sweep file.
 
     Attributes:
         field: its name in `RunOptions`, or `selection`.
         kind: the type of one value.
-        many: whether the command line takes several.
+        many: whether the command line takes several values.
     """
 
     field: str
@@ -56,66 +54,66 @@ class Key:
     many: bool = False
 
     @property
-    def sweeps(self) -> bool:
-        """Whether it is a choice of how to evict, which may differ between configurations."""
+    def is_eviction_choice(self) -> bool:
+        """Return whether the key chooses how to evict, and may differ between configurations."""
         return self.field in FIELDS or self.field in grid.known_options()
 
     @property
-    def of_run(self) -> bool:
-        """Whether it is an option of the whole run; the seed is both."""
-        return not self.sweeps or self.field == _SHARED
+    def is_run_option(self) -> bool:
+        """Return whether the key is an option of the whole run; the seed is both."""
+        return not self.is_eviction_choice or self.field == _SHARED
 
     @property
-    def lists(self) -> bool:
-        """Whether a list may stand at the file's top level."""
-        return self.many or not self.of_run
+    def takes_list(self) -> bool:
+        """Return whether the key takes a list at the top level of the file."""
+        return self.many or not self.is_run_option
 
     @property
     def expected(self) -> str:
-        """What a value is, in words."""
+        """The description of a value, for error messages."""
         return "tokens (128) or a fraction (0.05)" if self.field == "budget" else _READERS[self.kind][0]
 
     @property
     def instead_of_list(self) -> str:
-        """What to do where a list is refused."""
-        if self.sweeps:
+        """The advice where a list is refused."""
+        if self.is_eviction_choice:
             return "data and weights have this seed too; lists of seeds stand under 'grids'"
         return "lists are for choices of how to evict"
 
-    def read(self, text: str) -> Any:
-        """The value that the text stands for, as on the command line. Raises ConfigError where it is none."""
+    def parse(self, text: str) -> Any:
+        """Return the value of a text, parsed as on the command line. Raises ConfigError where it is invalid."""
         if self.field == "budget":
             return Budget.parse(text)
         try:
-            found = _READERS[self.kind][1](text)
-        except (ValueError, KeyError, RuntimeError):  # the last for the home of a user that is not there
+            value = _READERS[self.kind][1](text)
+        except (ValueError, KeyError, RuntimeError):  # RuntimeError: an unknown user's home
             msg = f"expected {self.expected}, got '{text}'"
             raise ConfigError(msg) from None
         if self.kind in (int, float):
-            numbers.check_number("the number", found)
-        return found
+            numbers.check_number("the number", value)
+        return value
 
 
 def known_keys() -> dict[str, Key]:
-    """Every key by its spellings, words joined by '-'."""
+    """Return spelling -> key of all keys, words joined by '-'."""
     hints = get_type_hints(RunOptions)
-    found = {"selection": Key("selection", str, many=True)}
+    keys = {"selection": Key("selection", str, many=True)}
     for name, option in grid.known_options().items():
-        found[name.replace("_", "-")] = Key(name, type(option.default), many=True)
-    for name, annotated in options(RunOptions).items():
-        if name not in _TYPED_ALONE:
-            found |= dict.fromkeys(_spellings(name, annotated), _key(name, hints[name]))
-    return found
+        keys[name.replace("_", "-")] = Key(name, type(option.default), many=True)
+    for name, annotated in option_fields(RunOptions).items():
+        if name not in _COMMAND_LINE_ONLY:
+            keys |= dict.fromkeys(_spellings(name, annotated), _make_key(name, hints[name]))
+    return keys
 
 
-def _key(field: str, hint: Any) -> Key:
+def _make_key(field: str, hint: Any) -> Key:
     (kind,) = [one for one in get_args(hint) if one is not NoneType] if NoneType in get_args(hint) else [hint]
     many = get_origin(kind) is list
     return Key(field, get_args(kind)[0] if many else kind, many)
 
 
 def _spellings(field: str, annotated: Any) -> list[str]:
-    """The long names of an option: those that are declared, or the one that Typer makes of the field."""
+    """Return the long names of an option: the declared ones, or the one that Typer derives from the field."""
     declared = [name for option in annotated.__metadata__ for name in (option.default, *(option.param_decls or ()))]
     long = [name.partition("/")[0].removeprefix("--") for name in declared if str(name).startswith("--")]
     return long or [field.replace("_", "-")]
@@ -130,38 +128,40 @@ _EXAMPLE = "such as 'budget: [128, 256]'"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where something stands: what every error begins with."""
+class Location:
+    """A line of a sweep file, and its key: the beginning of every error message."""
 
     path: Path
     line: int
     key: str = ""
 
-    def refusal(self, problem: object) -> ConfigError:
-        """The error that names file, line and key."""
+    def error(self, problem: object) -> ConfigError:
+        """Return an error that names file, line and key."""
         return ConfigError(": ".join(filter(None, (f"{self.path}:{self.line}", self.key, str(problem)))))
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Whatever is refused inside is refused for what stands here. Raises ConfigError."""
+    def locate_errors(self) -> Iterator[None]:
+        """Turn every PerturbkvError within the block into a ConfigError that names file, line and key."""
         try:
             yield
         except PerturbkvError as error:
-            raise self.refusal(error) from error
+            raise self.error(error) from error
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file with its values, at least one, and the place of each."""
+    """A key of a file with its values, at least one, and the location of each."""
 
     key: Key
-    place: Place
+    location: Location
     values: tuple[Any, ...]
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
 
-    def place_of(self, value: Any) -> Place:
-        """Where one of the values stands; the key's own place where it is none of them."""
-        return next((place for one, place in zip(self.values, self.places, strict=True) if one == value), self.place)
+    def locate(self, value: Any) -> Location:
+        """Return the location of a value; that of the key where it is not among the values."""
+        return next(
+            (here for one, here in zip(self.values, self.locations, strict=True) if one == value), self.location
+        )
 
 
 Entries = Mapping[str, Entry]
@@ -170,39 +170,39 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The options of a file, and the grids that they are completed for: one that names nothing where it lists none."""
+    """The options of a file, and its grids, which they complete; one empty grid where the file has none."""
 
     options: Entries
     grids: tuple[Entries, ...] = ({},)
 
     def without(self, fields: frozenset[str]) -> SweepFile:
-        """The file as if it named none of these options, in no grid either."""
+        """Return the file without these options, in its grids too."""
 
-        def kept(entries: Entries) -> Entries:
+        def remaining(entries: Entries) -> Entries:
             return {name: entry for name, entry in entries.items() if name not in fields}
 
-        return SweepFile(kept(self.options), tuple(map(kept, self.grids)))
+        return SweepFile(remaining(self.options), tuple(map(remaining, self.grids)))
 
     def entries(self) -> list[Entry]:
-        """Every entry, those of the grids last."""
+        """Return all entries, those of the grids last."""
         return [entry for entries in (self.options, *self.grids) for entry in entries.values()]
 
 
 def read(path: Path) -> SweepFile:
-    """A sweep file. Raises ConfigError, which names line and key, where it is none."""
+    """Return the content of a sweep file. Raises ConfigError, which names line and key, where it is invalid."""
     keys = known_keys()
-    root = _composed(path)
+    root = _parse_yaml(path)
     if root is None:
         msg = f"{path}: expected a mapping of options, {_EXAMPLE}, got an empty file"
         raise ConfigError(msg)
-    found = _pairs(root, Place(path, _line(root)), {**keys, _GRIDS.field: _GRIDS})
-    grids = [(place, node) for key, place, node in found if key is _GRIDS]
-    options = _entries([one for one in found if one[0] is not _GRIDS])
-    return SweepFile(options, _grids(*grids[0], keys)) if grids else SweepFile(options)
+    pairs = _parse_mapping(root, Location(path, _line(root)), {**keys, _GRIDS.field: _GRIDS})
+    grids = [(location, node) for key, location, node in pairs if key is _GRIDS]
+    options = _parse_entries([one for one in pairs if one[0] is not _GRIDS])
+    return SweepFile(options, _parse_grids(*grids[0], keys)) if grids else SweepFile(options)
 
 
-def _composed(path: Path) -> Any:
-    """The file's syntax tree, whose nodes know their lines. Raises ConfigError where there is none."""
+def _parse_yaml(path: Path) -> Any:
+    """Return the syntax tree of a file, whose nodes know their lines. Raises ConfigError where it is not YAML."""
     import yaml
 
     text = _FILE.read_text(path)
@@ -210,94 +210,94 @@ def _composed(path: Path) -> Any:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line, said = (mark.line + 1 if mark else 1), ", ".join(filter(None, (error.context, error.problem)))
+        line, problem = (mark.line + 1 if mark else 1), ", ".join(filter(None, (error.context, error.problem)))
     except yaml.reader.ReaderError as error:
-        line, said = text.count("\n", 0, error.position) + 1, error.reason
+        line, problem = text.count("\n", 0, error.position) + 1, error.reason
     except RecursionError:
-        line, said = 1, "lists or mappings lie too deep in one another"
-    msg = f"expected YAML, got text that cannot be read as YAML: {said}"
-    raise Place(path, line).refusal(msg)
+        line, problem = 1, "lists or mappings lie too deep in one another"
+    msg = f"expected YAML, got text that cannot be read as YAML: {problem}"
+    raise Location(path, line).error(msg)
 
 
-def _grids(place: Place, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
-    """The mappings of choices under `grids`."""
+def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
+    """Return the mappings of choices under `grids`."""
     if node.id != "sequence" or not node.value:
-        got = "an empty list" if node.id == "sequence" else _said(node)
+        got = "an empty list" if node.id == "sequence" else _describe(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
-        raise place.refusal(msg)
-    with place.named():
+        raise location.error(msg)
+    with location.locate_errors():
         check_configurations(len(node.value))
-    choices = {name: key for name, key in keys.items() if key.sweeps}
-    found = [_pairs(one, Place(place.path, _line(one), place.key), choices) for one in node.value]
-    return tuple(_entries(pairs, in_grid=True) for pairs in found)
+    choices = {name: key for name, key in keys.items() if key.is_eviction_choice}
+    grids = [_parse_mapping(one, Location(location.path, _line(one), location.key), choices) for one in node.value]
+    return tuple(_parse_entries(pairs, in_grid=True) for pairs in grids)
 
 
-def _pairs(node: Any, place: Place, keys: Mapping[str, Key]) -> list[tuple[Key, Place, Any]]:
-    """Each key of a mapping, where it stands, and the tree of its value; every one is known and stands once."""
+def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> list[tuple[Key, Location, Any]]:
+    """Return each key of a mapping, its location, and the tree of its value; all are known and distinct."""
     if node.id != "mapping":
-        msg = f"expected a mapping of options, {_EXAMPLE}, got {_said(node)}"
-        raise place.refusal(msg)
-    found: dict[str, tuple[Key, Place, Any]] = {}
+        msg = f"expected a mapping of options, {_EXAMPLE}, got {_describe(node)}"
+        raise location.error(msg)
+    pairs: dict[str, tuple[Key, Location, Any]] = {}
     for name, value in node.value:
-        key, here = _known(name, Place(place.path, _line(name)), keys)
-        if key.field in found:
-            msg = f"expected every key once, got it in line {found[key.field][1].line} already"
-            raise here.refusal(msg)
-        found[key.field] = (key, here, value)
-    return list(found.values())
+        key, here = _parse_key(name, Location(location.path, _line(name)), keys)
+        if key.field in pairs:
+            msg = f"expected every key once, got it in line {pairs[key.field][1].line} already"
+            raise here.error(msg)
+        pairs[key.field] = (key, here, value)
+    return list(pairs.values())
 
 
-def _known(name: Any, place: Place, keys: Mapping[str, Key]) -> tuple[Key, Place]:
+def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
     if name.id != "scalar":
-        msg = f"expected the name of an option as key, got {_said(name)}"
-        raise place.refusal(msg)
-    here, spelling = Place(place.path, place.line, name.value), name.value.replace("_", "-")
+        msg = f"expected the name of an option as key, got {_describe(name)}"
+        raise location.error(msg)
+    here, spelling = Location(location.path, location.line, name.value), name.value.replace("_", "-")
     if spelling not in keys:
         hint = "" if _GRIDS.field in keys else "options of the whole run stand outside the grids"
-        raise here.refusal(UnknownNameError(name.value, "key", keys, hint))
+        raise here.error(UnknownNameError(name.value, "key", keys, hint))
     return keys[spelling], here
 
 
-def _entries(pairs: list[tuple[Key, Place, Any]], in_grid: bool = False) -> Entries:
-    return {key.field: _entry(key, place, node, in_grid or key.lists) for key, place, node in pairs}
+def _parse_entries(pairs: list[tuple[Key, Location, Any]], in_grid: bool = False) -> Entries:
+    return {key.field: _parse_entry(key, here, node, in_grid or key.takes_list) for key, here, node in pairs}
 
 
-def _entry(key: Key, place: Place, node: Any, lists: bool) -> Entry:
+def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> Entry:
     nodes = node.value if node.id == "sequence" else [node]
     if not nodes:
         msg = f"expected {key.expected}, or a list of such, got an empty list"
-        raise place.refusal(msg)
-    if node.id == "sequence" and not lists:
+        raise location.error(msg)
+    if node.id == "sequence" and not takes_list:
         msg = f"expected {key.expected}, got a list; {key.instead_of_list}"
-        raise place.refusal(msg)
-    with place.named():
+        raise location.error(msg)
+    with location.locate_errors():
         check_configurations(len(nodes))
-    places = tuple(Place(place.path, _line(one), place.key) for one in nodes)
-    values = tuple(_value(key, one, here) for one, here in zip(nodes, places, strict=True))
-    first: dict[Any, Place] = {}
-    for value, here in zip(values, places, strict=True):
+    locations = tuple(Location(location.path, _line(one), location.key) for one in nodes)
+    values = tuple(_parse_value(key, one, here) for one, here in zip(nodes, locations, strict=True))
+    first: dict[Any, Location] = {}
+    for value, here in zip(values, locations, strict=True):
         if value in first:
             msg = f"expected every value once, got {value} in line {first[value].line} already"
-            raise here.refusal(msg)
+            raise here.error(msg)
         first[value] = here
-    return Entry(key, place, values, places)
+    return Entry(key, location, values, locations)
 
 
-def _value(key: Key, node: Any, place: Place) -> Any:
+def _parse_value(key: Key, node: Any, location: Location) -> Any:
     if node.id != "scalar" or node.tag not in _PLAIN:
         default = "; leave the key out for its default" if node.tag == _NULL else ""
-        msg = f"expected {key.expected}, got {_said(node)}{default}"
-        raise place.refusal(msg)
-    with place.named():
-        return key.read(node.value)
+        msg = f"expected {key.expected}, got {_describe(node)}{default}"
+        raise location.error(msg)
+    with location.locate_errors():
+        return key.parse(node.value)
 
 
 def _line(node: Any) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _said(node: Any) -> str:
-    """A tree in words."""
+def _describe(node: Any) -> str:
+    """Return a description of a syntax tree for error messages."""
     if node.id != "scalar":
         return {"mapping": "a mapping", "sequence": "a list"}[node.id]
     if node.tag == _NULL:

@@ -12,13 +12,13 @@ import nbformat
 FOLDER = Path(__file__).resolve().parent
 
 
-def run(book: Any, folder: Path, **more: Any) -> Any:
-    """Return the notebook with fresh outputs and nothing of this machine: no times, no version of its Python.
+def run(book: Any, folder: Path, **options: Any) -> Any:
+    """Return the notebook with fresh outputs, without times and without the version of Python.
 
-    `more` is passed to the kernel. Raises CellExecutionError where a cell fails.
+    `options` are passed to the kernel. Raises CellExecutionError where a cell fails.
     """
-    place = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(book, timeout=600, record_timing=False, resources=place).execute(**more)
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(book, timeout=600, record_timing=False, resources=resources).execute(**options)
     book.metadata.pop("language_info", None)
     for cell in book.cells:
         cell.metadata.pop("execution", None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 FILE = "FILE"
-"""The name of a command that takes whatever path stands where other commands have their name."""
+"""The name of the command that runs where a path stands in place of a command's name."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Command:
         name: what is typed.
         summary: its line in the help of its group, the first of its own help.
         location: module in this folder and function, empty for a group that only has commands.
-        commands: of a group.
+        commands: the commands of a group.
     """
 
     name: str
@@ -119,7 +119,7 @@ FORMER_OPTIONS = {
 """Command and option that it had before -> what to do now."""
 
 
-def former_command(path: str, name: str) -> None:
+def refuse_former_command(path: str, name: str) -> None:
     """Raise ConfigError for a name that a command had before."""
     if path == "perturbkv" and name in FORMER_COMMANDS:
         _refuse(f"'{name}' is `perturbkv {FORMER_COMMANDS[name]}` now")

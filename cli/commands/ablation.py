@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from perturbkv.cli import console
-from perturbkv.cli.choices import check_distinct
-from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.choices import check_distinct, split_names
+from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
-from perturbkv.configs.choice import Choice, as_choice, parse, split_outside_brackets, split_policy_and_selection
+from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import EVICT_NOTHING
 from perturbkv.errors import ConfigError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
 _STAGED = ["two-stage-uniform", "two-stage"]
-_EVERY = "all"
-_STAGED_ON = ("snapkv", "pyramidkv", "adakv")
+_ALL = "all"
+_STAGED_POLICIES = ("snapkv", "pyramidkv", "adakv")
 
 
 def _ingredients(run: RunOptions, look: LookOptions) -> Analysis:
@@ -37,10 +37,12 @@ def _ingredients(run: RunOptions, look: LookOptions) -> Analysis:
 
         return analyse(session.trace, look.step)
 
-    return Analysis("ablation", run, lambda: _configs(run), answer, asked={"methods": None, "step": look.step})
+    return Analysis(
+        "ablation", run, lambda: _ingredient_configs(run), answer, options={"methods": None, "step": look.step}
+    )
 
 
-def _rank(
+def _method_ranking(
     run: RunOptions,
     look: LookOptions,
     methods: Annotated[
@@ -49,74 +51,74 @@ def _rank(
     ] = None,
 ) -> Analysis:
     """Rank whole methods against snapkv, and against random entries with the same protection."""
-    names = [name.strip() for name in split_outside_brackets(methods or "", ",") if name.strip()]
+    names = split_names(methods or "")
     if not names:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
         raise ConfigError(msg)
-    if _EVERY in names and len(names) > 1:
+    if _ALL in names and len(names) > 1:
         msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{methods}', give one"
         raise ConfigError(msg)
-    only = () if names == [_EVERY] else tuple(check_distinct("--methods", names))
+    only = () if names == [_ALL] else tuple(check_distinct("--methods", names))
 
     def answer(session: Session) -> Result:
         from perturbkv.analyses.ablation.methods import methods as analyse
 
         return analyse(session.trace, look.step, only)
 
-    return Analysis("ablation-methods", run, lambda: _methods(run, only), answer, command="ablation --methods")
+    return Analysis("ablation-methods", run, lambda: _method_configs(run, only), answer, command="ablation --methods")
 
 
-def _methods(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
-    """Return each method with its own selection, two stages on three, and controls of the same protection."""
+def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
+    """Return each policy with its own selection, three with two stages, and controls of the same protection."""
     from perturbkv.analyses.ablation.methods import CONTROLS, baseline_of, control
     from perturbkv.selection.policies.registry import normalise
 
-    if "policy" in run.typed:
+    if "policy" in run.typed_options:
         msg = "--policy has no effect here: --methods names the policies; leave it out"
         raise ConfigError(msg)
-    named = map(_with_selection, only) if only else _all(run)
+    named = map(_with_selection, only) if only else _all_methods(run)
     one_alpha = dataclasses.replace(run, alpha=run.alpha and run.alpha[:1])  # without stages all α keep the same
-    found = one_alpha.configs(list(dict.fromkeys(["snapkv:attention", *named])))
-    if len({(one.policy, one.selection.name) for one in found}) < 2:
+    configs = one_alpha.configs(list(dict.fromkeys(["snapkv:attention", *named])))
+    if len({(one.policy, one.selection.name) for one in configs}) < 2:
         msg = "--methods needs another method than snapkv, which it compares them with; name one, or all"
         raise ConfigError(msg)
     controls = []
-    for config in found:
-        base = baseline_of([one for one in found if _alike(one, config)])
-        wanted = [control(base, config, selection) for selection in CONTROLS] if base else []
+    for config in configs:
+        baseline = baseline_of([one for one in configs if _are_comparable(one, config)])
+        wanted = [control(baseline, config, selection) for selection in CONTROLS] if baseline else []
         controls += [normalise(one) for one in wanted if one is not None]
-    return tuple(dict.fromkeys([*found, *controls]))
+    return tuple(dict.fromkeys([*configs, *controls]))
 
 
-def _alike(one: EvictionConfig, other: EvictionConfig) -> bool:
-    """Return whether two methods are compared: at one budget, with kept sets of one kind."""
+def _are_comparable(one: EvictionConfig, other: EvictionConfig) -> bool:
+    """Return whether two methods are compared: at the same budget, with kept sets of the same kind."""
     return (one.budget, one.granularity.name, one.block) == (other.budget, other.granularity.name, other.block)
 
 
-def _all(run: RunOptions) -> list[str]:
-    """Return every policy that can run so; SnapKV unpooled, as most others are; two stages on three of them."""
+def _all_methods(run: RunOptions) -> list[str]:
+    """Return every policy that can run with these options, SnapKV also unpooled, and three policies with two stages."""
     from perturbkv.selection.policies import registry
 
     known = [policy for policy in registry.known() if policy.name != "random"]
-    fitting = [policy.name for policy in known if _fits(run, policy)]
-    if left := [policy.name for policy in known if policy.name not in fitting]:
+    fitting = [policy.name for policy in known if _can_run(run, policy)]
+    if unfit := [policy.name for policy in known if policy.name not in fitting]:
         why = "left out, as it evicts nothing, or needs head scores, another cache or another granularity"
-        console.note(f"{why}: {', '.join(left)}")
-    staged = [f"{name}:two-stage" for name in _STAGED_ON if name in fitting]
+        console.note(f"{why}: {', '.join(unfit)}")
+    staged = [f"{name}:two-stage" for name in _STAGED_POLICIES if name in fitting]
     return [*map(_with_selection, fitting), "snapkv:attention-unpooled", *staged]
 
 
-def _fits(run: RunOptions, policy: type[Policy]) -> bool:
+def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
     """Return whether a policy evicts, and can run with the given scores, cache and granularities."""
-    asked = [as_choice(name) for name in run.granularity or []]
-    shared = any(one.name == "layer" for one in asked) and policy.budgets == "by head"
-    in_blocks = any(int(one.options.get("block", 1)) > 1 for one in asked) and policy().first_stage is not None
+    granularities = [as_choice(name) for name in run.granularity or []]
+    shared = any(one.name == "layer" for one in granularities) and policy.budgets == "by head"
+    in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
     return policy.name not in EVICT_NOTHING and scored and run.cache in policy.caches() and not shared and not in_blocks
 
 
 def _with_selection(method: str) -> str:
-    """Return a policy with its own selection: that of its score, or its positions, alone."""
+    """Return a method; a policy without a selection gets the first of its own."""
     from perturbkv.selection.policies import registry
 
     if len(split_policy_and_selection(method)) > 1:
@@ -124,25 +126,24 @@ def _with_selection(method: str) -> str:
     return f"{method}:{registry.info(parse(method).name).selections[0]}"
 
 
-def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the whole chain at every α; what has no stages once."""
+def _ingredient_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
+    """Return the selections with stages at every α, and those without stages once."""
     from perturbkv.analyses.ablation.ingredients import MEAN_OF_PRODUCTS
 
     alphas = run.alpha or list(_ALPHAS)
-    made: list[EvictionConfig] = []
+    configs: list[EvictionConfig] = []
     for granularity in map(as_choice, run.granularity or ["query", "kv"]):
         plain = granularity.without(["product"])
         wanted = dataclasses.replace(run, granularity=[str(plain)])
-        made += dataclasses.replace(wanted, alpha=run.alpha and run.alpha[:1]).configs(_UNSTAGED)
-        made += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
+        configs += dataclasses.replace(wanted, alpha=run.alpha and run.alpha[:1]).configs(_UNSTAGED)
+        configs += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)
         if granularity.name != "query":
             product = Choice(plain.name, {**plain.options, "product": MEAN_OF_PRODUCTS})
             grouped = dataclasses.replace(wanted, alpha=alphas, granularity=[str(product)])
-            made += grouped.configs(["two-stage"])
-    return tuple(dict.fromkeys(made))
+            configs += grouped.configs(["two-stage"])
+    return tuple(dict.fromkeys(configs))
 
 
-_SELECTIONS = ["attention", "two-stage"]
 _BLOCKS = (16, 32)
 
 
@@ -161,12 +162,12 @@ def _restrictions(run: RunOptions, look: LookOptions) -> Analysis:
 
 def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
     """Return both selections under every restriction, the baseline first."""
-    asked = ["kv", *(run.granularity or _usual(run))]
-    return dataclasses.replace(run, granularity=list(dict.fromkeys(asked))).configs(_SELECTIONS)
+    granularities = ["kv", *(run.granularity or _default_granularities(run))]
+    return dataclasses.replace(run, granularity=list(dict.fromkeys(granularities))).configs(DEFAULT_SELECTIONS)
 
 
-def _usual(run: RunOptions) -> list[str]:
-    """Return blocks per head and per layer; per head alone where a policy allocates between heads."""
+def _default_granularities(run: RunOptions) -> list[str]:
+    """Return entries and blocks per kv head and per layer; without layers where a policy allocates between heads."""
     from perturbkv.selection.policies import registry
 
     by_head = any(registry.info(parse(name).name).budgets == "by head" for name in run.policy or [])
@@ -187,7 +188,7 @@ def _ablation() -> None:
 _ablation.__name__ = "ablation"
 ablation = analysis_views(
     _ingredients,
-    methods=_rank,
+    methods=_method_ranking,
     restrictions=_restrictions,
     flags={
         "restrictions": Annotated[

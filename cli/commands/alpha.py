@@ -1,6 +1,6 @@
-"""`perturbkv question alpha`: the value of a share of stage 1 per layer or head.
+"""`perturbkv question alpha`: the gain of a share of stage 1 chosen per layer or per head.
 
-Beside figure and numbers it leaves tables of α, and a trace per fold.
+Beside figure and numbers it writes tables of α, and a trace per fold.
 """
 
 from __future__ import annotations
@@ -35,25 +35,23 @@ if TYPE_CHECKING:
 
 _KIND = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB)
 _MADE_BY = "perturbkv question alpha"
-_FLATTERS = (
-    "chosen on all of these samples: what it gains on them flatters; `perturbkv question alpha` judges on others"
-)
+_NOTE = "chosen on all of these samples: what it gains on them flatters; `perturbkv question alpha` judges on others"
 
 
 def fold_file(folder: Path, number: int) -> Path:
-    """Return the trace of a fold's samples, at what was chosen on the others."""
+    """Return the path of a fold's trace: its samples, at the shares chosen on the other folds."""
     return folder / f"alpha-fold-{number}.h5"
 
 
 def alpha_files(folder: Path) -> list[OutputFile]:
-    """Return the tables, and the folds' traces that are there."""
-    tables = [json_file(_table(folder, by), _KIND, _is_table) for by in BY]
+    """Return the output files of the tables, and of the existing traces of folds."""
+    tables = [json_file(_table_path(folder, by), _KIND, _is_table) for by in BY]
     folds = [OutputFile(path, "a fold's trace", _is_trace) for path in sorted(folder.glob("alpha-fold-*.h5"))]
     return [*tables, *folds]
 
 
 def save_alpha_files(result: Alpha, session: Session) -> None:
-    """Write the tables of what was chosen on all samples."""
+    """Write the tables of the shares chosen on all samples."""
     folder = session.output.path
     session.output.claim(*alpha_files(folder))
     identity = result.identity
@@ -64,14 +62,14 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
         "samples": identity.samples,
         "trace": identity.trace,
         "configuration": result.sweep.configs[result.sweep.paper].label(),
-        "note": _FLATTERS,
+        "note": _NOTE,
     }
     for by, table in result.shares.items():
         document = json.dumps({**table.to_document(), "about": about}, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(_table(folder, by), lambda stream, text=document: stream.write(text.encode()))  # type: ignore[misc]
+        write_atomically(_table_path(folder, by), lambda stream, text=document: stream.write(text.encode()))  # type: ignore[misc]
 
 
-def _table(folder: Path, by: str) -> Path:
+def _table_path(folder: Path, by: str) -> Path:
     return folder / f"alpha-{by}.json"
 
 
@@ -91,7 +89,7 @@ def _is_trace(path: Path) -> bool:
 
 
 _NAME = "alpha"
-_ALPHAS = [place / 10 for place in range(11)]
+_ALPHAS = [tenths / 10 for tenths in range(11)]
 
 
 @analysis
@@ -110,7 +108,7 @@ def alpha(
     By isolated perturbation, from --alpha (0, 0.1 … 1, and 0.25), of one policy and budget. Left are alpha-global.json,
     alpha-layer.json and alpha-head.json, chosen on all samples, for two-stage(alpha=FILE).
     """
-    planned = None if look.trace else _planned(run, folds)
+    planned = None if look.trace else _plan_run(run, folds)
     folder = look.trace.parent if look.trace and run.output is None else run_folder(run, run.output)
     wanted = dataclasses.replace(run, output=folder)
 
@@ -120,7 +118,10 @@ def alpha(
         result = analyse(session.trace, folds)
         if kl:
             parts = result.folds
-            traces = _finished(session, parts, look) if planned is None else _made(wanted, planned, parts, session)
+            if planned:
+                traces = _measure_folds(wanted, planned, parts, session)
+            else:
+                traces = _read_folds(parts, session.trace)
             result = analyse(session.trace, folds, traces) if traces else result
         session.save(result.plot(session.width_mm), result.identity, _NAME)
         save_alpha_files(result, session)
@@ -128,56 +129,54 @@ def alpha(
 
     note = "every sample is run once more, at what is chosen on others; --no-kl leaves that out"
     return Analysis(
-        _NAME, wanted, lambda: _configs(run), answer, command="question alpha", stems=[_NAME], outputs=alpha_files,
-        files=planned.files if planned else None, dry_note=note if kl else "",
+        _NAME, wanted, lambda: _alpha_configs(run), answer, command="question alpha", stems=[_NAME],
+        outputs=alpha_files, files=planned.files if planned else None, dry_note=note if kl else "",
     )  # fmt: skip
 
 
-def _planned(run: RunOptions, folds: int | None) -> Plan:
-    """Return the plan, for the number of samples and the model. Raises PerturbkvErrors."""
+def _plan_run(run: RunOptions, folds: int | None) -> Plan:
+    """Return the plan, with the folds checked against its samples. Raises PerturbkvErrors."""
     from perturbkv.analyses.questions.alpha.alpha_choice import check_folds
 
     if run.samples is not None:  # before anything is read
         check_folds(None, run.samples)
-    planned = plan(run, _configs(run))
+    planned = plan(run, _alpha_configs(run))
     check_folds(folds, len(planned.prompts))
     return planned
 
 
-def _configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the baseline, and two stages at every α, the paper's among them."""
+def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
+    """Return the baseline, and two stages at every α including the paper's."""
     from perturbkv.analyses.questions.alpha.alpha_choice import BASELINE, PAPER, SELECTION
 
     alphas = sorted({*(run.alpha or _ALPHAS), PAPER})
-    once = dataclasses.replace(run, alpha=None).configs([BASELINE])
-    made = [*once, *dataclasses.replace(run, alpha=alphas).configs([SELECTION])]
-    return tuple(dict.fromkeys(made))
+    baseline = dataclasses.replace(run, alpha=None).configs([BASELINE])
+    return tuple(dict.fromkeys([*baseline, *dataclasses.replace(run, alpha=alphas).configs([SELECTION])]))
 
 
-def _finished(session: Session, parts: Sequence[Fold], look: LookOptions) -> list[Trace]:
-    """Return the folds' traces beside a finished one; none, with a note, where not all of them are there."""
+def _read_folds(parts: Sequence[Fold], trace: Trace) -> list[Trace]:
+    """Return the traces of the folds beside a finished trace; none, with a note, where one of them does not fit."""
     from perturbkv.storage.trace.trace_file import read_trace
 
-    assert look.trace is not None
-    paths = [fold_file(look.trace.parent, part.number) for part in parts]
+    paths = [fold_file(Path(trace.source).parent, part.number) for part in parts]
     traces = [read_trace(path) if path.exists() else None for path in paths]
     fitting = [one for one, part in zip(traces, parts, strict=True) if one is not None and part.is_in(one)]
     if len(fitting) == len(parts):
         return fitting
     if any(traces):
-        console.note(f"left out: the folds' traces beside {look.trace} are of other folds, or of other choices")
+        console.note(f"left out: the folds' traces beside {trace.source} are of other folds, or of other choices")
     return []
 
 
-def _made(run: RunOptions, planned: Plan, parts: Sequence[Fold], session: Session) -> list[Trace]:
-    """Return the traces of every fold's samples at what was chosen on the others, by one model."""
-    from perturbkv.engines import choosing
+def _measure_folds(run: RunOptions, planned: Plan, parts: Sequence[Fold], session: Session) -> list[Trace]:
+    """Measure the samples of each fold at the shares chosen on the others; return the traces."""
+    from perturbkv.engines import engine_choice
     from perturbkv.storage.trace.trace_file import read_trace
 
-    plans = [planned.narrowed(part.samples, part.distinct) for part in parts]
+    plans = [planned.narrow(part.samples, part.distinct) for part in parts]
     paths = [fold_file(session.output.path, part.number) for part in parts]
-    replacing = dataclasses.replace(run, overwrite=True)  # the claim knows that they are ours
-    with choosing.engine(run.engine_config, plans) as engine:
+    replacing = dataclasses.replace(run, overwrite=True)  # the claim allowed it
+    with engine_choice.open_engine(run.engine_config, plans) as engine:
         for one, path in zip(plans, paths, strict=True):
             measure(replacing, one, path, engine=engine, folder=session.output.path)
     return [read_trace(Path(path)) for path in paths]

@@ -1,4 +1,4 @@
-"""Analyses of answers: their scores, what perturbation predicts of them, where they diverge, what a judge says."""
+"""Analyses of answers: scores, correlation with perturbation, divergence, and judgements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typer import Option
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import METHODS, numbers, parse_methods
-from perturbkv.cli.command_line import hiding, showing
-from perturbkv.cli.options import MetricOption, RunOptions, TracesOptions
+from perturbkv.cli.command_line import hide_options, show_defaults
+from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import text_file
 from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
 from perturbkv.configs.eviction import EvictionConfig
@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 _BUDGETS = ("0.1", "0.2", "0.4")
 _METHODS = ",".join(
-    [*(f"{policy}:{own}" for policy in ("snapkv", "adakv") for own in ("attention", "two-stage")), "random"]
+    [*(f"{policy}:{selection}" for policy in ("snapkv", "adakv") for selection in DEFAULT_SELECTIONS), "random"]
 )
-MaxNewTokensOption = Annotated[
-    int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
-]
 
 
 def _scores(
@@ -67,12 +64,12 @@ def _scores(
 
     return Analysis(
         "quality", wanted, lambda: wanted.configs(parse_methods(compare)), answer, stems=["quality"],
-        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_tables,
+        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_table_files,
     )  # fmt: skip
 
 
-def _tables(folder: Path) -> list[OutputFile]:
-    """Return the files of the tables."""
+def _table_files(folder: Path) -> list[OutputFile]:
+    """Return the output files of the tables."""
     from perturbkv.analyses.quality.score_tables import COMMENT, CSV, MARKDOWN
 
     quoted = ",".join(f'"{name}"' for name in CSV)
@@ -81,8 +78,8 @@ def _tables(folder: Path) -> list[OutputFile]:
 
 
 def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
-    """Write the tables; returns their paths."""
-    files = _tables(output.path)
+    """Write the tables; return their paths."""
+    files = _table_files(output.path)
     output.claim(*files)
     for file, text in zip(files, (result.to_latex(), result.to_markdown(), result.to_csv()), strict=True):
         write_atomically(file.path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
@@ -90,7 +87,7 @@ def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
 
 
 def _divergence(run: RunOptions, look: TracesOptions) -> None:
-    """Follow each evicted answer until it leaves the full cache's."""
+    """Find where each evicted answer diverges from the full cache's."""
     from perturbkv.analyses.quality.divergence import divergence as analyse
     from perturbkv.storage.answers_file import read_answers
 
@@ -113,8 +110,8 @@ def _judge(
     ] = None,
     time_limit: Annotated[float, Option(metavar="S", help="Seconds without an answer of the judge")] = 600,
 ) -> None:
-    """Ask a judge about every answer, and keep what it said in judgements.jsonl."""
-    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split
+    """Ask a judge about every answer, and keep its judgements in judgements.jsonl."""
+    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split_command
     from perturbkv.pipeline.answers.judging import check as check_judge
     from perturbkv.storage.answers_file import read_answers
     from perturbkv.storage.judgements import Judge
@@ -122,35 +119,35 @@ def _judge(
     known = ("judge", "pairwise", "seed", "scale", "time_limit")
     session, path = _answers_session("quality-judge", "quality --judge", run, look, known)
     _check_judge_options(run, pairwise)
-    asked = Judge(tuple(split(judge or "")), pairwise, run.seed, _scale(scale))
-    check_judge(asked, time_limit)
+    settings = Judge(tuple(split_command(judge or "")), pairwise, run.seed, _parse_scale(scale))
+    check_judge(settings, time_limit)
     answers = read_answers(path)
-    said = session.output.path / FILE
-    session.output.claim(resumable(said), writer=said)
-    with session.claim([session.name]), Lock(said), console.progress("judgements") as bar:
+    file = session.output.path / FILE
+    session.output.claim(resumable(file), writer=file)
+    with session.claim([session.name]), Lock(file), console.progress("judgements") as bar:
         judgements = ask_judge(
-            answers, asked, path=said, overwrite=run.overwrite, limit=time_limit, progress=bar.at
+            answers, settings, path=file, overwrite=run.overwrite, limit=time_limit, progress=bar.update
         )  # fmt: skip
-        _show(session, _judged(answers, asked, judgements), answers)
+        _show(session, _analyse_judgements(answers, settings, judgements), answers)
 
 
-def _judged(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Result:
+def _analyse_judgements(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Result:
     from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 
     return judge_preferences(answers, judge, judgements) if judge.pairwise else judge_scores(answers, judge, judgements)
 
 
 def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
-    """Raise ConfigError for an option that was typed and makes no difference."""
-    if "seed" in run.typed and not pairwise:
+    """Raise ConfigError for an option on the command line that has no effect."""
+    if "seed" in run.typed_options and not pairwise:
         msg = "--seed has no effect here: it needs --pairwise, whose order it draws; leave it out"
         raise ConfigError(msg)
-    if "scale" in run.typed and pairwise:
+    if "scale" in run.typed_options and pairwise:
         msg = "--scale has no effect here: with --pairwise there are no scores; leave it out"
         raise ConfigError(msg)
 
 
-def _scale(text: str | None) -> tuple[float, float] | None:
+def _parse_scale(text: str | None) -> tuple[float, float] | None:
     """Return the least and the largest score. Raises ConfigError for anything but two numbers."""
     if text is None:
         return None
@@ -167,7 +164,7 @@ _ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format",
 def _answers_session(
     name: str, command: str, run: RunOptions, look: TracesOptions, known: tuple[str, ...]
 ) -> tuple[Session, Path]:
-    """Return a session and the file of answers that it looks at. Raises ConfigError for none, or several."""
+    """Return a session and its file of answers. Raises ConfigError for none, or several."""
     if len(look.paths) != 1:
         msg = (
             f"expected one file of answers for {command}, got {len(look.paths) or 'none'}; perturbkv generate writes "
@@ -199,8 +196,8 @@ def _quality() -> None:
 _quality.__name__ = "quality"
 _HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
 """Options of measuring that seldom matter here."""
-quality = showing(budget=" ".join(_BUDGETS))(
-    hiding(*_HIDDEN)(
+quality = show_defaults(budget=" ".join(_BUDGETS))(
+    hide_options(*_HIDDEN)(
         analysis_views(
             _scores,
             divergence=_divergence,
@@ -216,7 +213,7 @@ quality = showing(budget=" ".join(_BUDGETS))(
 )
 
 
-@showing(budget=" ".join(_BUDGETS))
+@show_defaults(budget=" ".join(_BUDGETS))
 @analysis
 def correlation(
     run: RunOptions,
@@ -247,7 +244,7 @@ def correlation(
     return Analysis(
         "correlation", wanted, lambda: _correlation_configs(wanted, names, max_new_tokens), answer,
         leave_out_unfit=not run.budget, generate=max_new_tokens,
-        asked={**look.asked, "trace": list(map(str, look.paths[1:])), "step": 0},
+        options={**look.own_options, "trace": list(map(str, look.paths[1:])), "step": 0},
     )  # fmt: skip
 
 
@@ -256,10 +253,10 @@ def _correlation_configs(
 ) -> tuple[EvictionConfig, ...]:
     """Return the methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
     from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
-    from perturbkv.pipeline.answers.generation import check_asked
+    from perturbkv.pipeline.answers.generation import check_answer_options
 
     configs = run.configs(names or parse_methods(METHODS))
-    check_asked(configs, max_new_tokens, None)
+    check_answer_options(configs, max_new_tokens, None)
     most = max(map(len, comparable_groups(configs).values()))
     if most < LEAST_CONFIGS:
         msg = f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"

@@ -1,4 +1,4 @@
-"""`perturbkv audit`: an external eviction, broken or only lossy."""
+"""`perturbkv audit`: test whether an external eviction is broken, or only lossy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
-    from perturbkv.datasets.prompts import Prompts
 
 _FILE, _STEM = "audit.json", "audit"
 
 
 @dataclass(frozen=True)
 class AuditOptions(DataOptions):
-    """An audit as typed."""
+    """The options of an audit."""
 
     samples: Annotated[
         int | None, Option(metavar="N", help="Prompts", show_default="2; 1 for positions", rich_help_panel=DATA)
@@ -56,13 +55,13 @@ class AuditOptions(DataOptions):
 
     @property
     def situations(self) -> tuple[str, ...]:
-        """Those asked for; all of them where none is. Raises ConfigError for one that is asked for twice."""
+        """The given situations, by default all. Raises ConfigError for a repeated one."""
         return tuple(check_distinct("--situation", self.situation or list(SITUATIONS)))
 
 
 @with_options
 def audit(
-    asked: AuditOptions,
+    run: AuditOptions,
     look: FigureOptions,
     eviction: Annotated[
         str, Argument(help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…)")
@@ -75,17 +74,17 @@ def audit(
     attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1: differs, the first
     difference named; 2: unreadable.
     """
-    option_refusals.check("audit", asked, (EvictionConfig(128, selection="random"),))
-    folder = run_folder(asked, asked.output)
+    option_refusals.check("audit", run, (EvictionConfig(128, selection="random"),))
+    folder = run_folder(run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
-    with OutputFolder(folder, asked.overwrite).claim(*files, writer=folder / _FILE):
-        result = _audited(eviction, asked)
-        _leave(result, folder, asked, look)
+    with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
+        result = _run_audit(eviction, run)
+        _save_and_show(result, folder, run, look)
     raise typer.Exit(result.exit_code)
 
 
-def _audited(eviction: str, asked: AuditOptions) -> Audit:
-    """Everything that can be wrong with the request is found before the weights are loaded."""
+def _run_audit(eviction: str, run: AuditOptions) -> Audit:
+    """Return the audit of an eviction; invalid options are refused before the weights are loaded."""
     from perturbkv.analyses.audit.audit import conclude
     from perturbkv.auditing.audit import Settings
     from perturbkv.auditing.audit import audit as measure
@@ -94,34 +93,29 @@ def _audited(eviction: str, asked: AuditOptions) -> Audit:
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
-    budget = None if asked.budget is None else Budget.parse(asked.budget)
-    settings, given = Settings(asked.steps, asked.situations, asked.loss), load(eviction, budget)
-    datasets.check_name(asked.dataset)
-    place = pick_device(asked.device)
-    files = open_model(asked.model, asked.seed, asked.revision or "")
-    usual = 1 if isinstance(given, KeptFile) else 2
+    budget = None if run.budget is None else Budget.parse(run.budget)
+    settings, given = Settings(run.steps, run.situations, run.loss), load(eviction, budget)
+    datasets.check_name(run.dataset)
+    device = pick_device(run.device)
+    files = open_model(run.model, run.seed, run.revision or "")
+    default = 1 if isinstance(given, KeptFile) else 2
     prompts = encode_prompts(
-        replace(asked, samples=asked.samples or usual), files.tokenizer, int(files.config.max_position_embeddings)
+        replace(run, samples=run.samples or default), files.tokenizer, int(files.config.max_position_embeddings)
     )
-    adapter = load_weights(files, pick_dtype(asked.dtype, place), place, asked.seed)
+    adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
+    source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
     with console.progress("prompts", len(prompts)) as bar:
-        return conclude(measure(adapter, prompts, given, settings, _about(prompts), progress=bar.one_more))
+        return conclude(measure(adapter, prompts, given, settings, source, progress=bar.advance))
 
 
-def _about(prompts: Prompts) -> dict[str, str]:
-    return {"dataset": prompts.dataset, "seed": str(prompts.seed)}
-
-
-def _leave(result: Audit, folder: Path, asked: AuditOptions, look: FigureOptions) -> None:
-    """The document and the figure as files, where there is something to draw; the numbers on stdout."""
+def _save_and_show(result: Audit, folder: Path, run: AuditOptions, look: FigureOptions) -> None:
+    """Write document and figure, where there is something to draw; print the numbers."""
     figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
-        figures = save_figure(
-            result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, asked.overwrite
-        )
+        figures = save_figure(result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, run.overwrite)
         document |= {"figures": figures}
         write_json(folder / _FILE, document)
-    if asked.as_json:
+    if run.as_json:
         console.print_json({"figures": figures, **document})
         return
     console.result([result], result.identity.lines()[0], explain=look.explain)

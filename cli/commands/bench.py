@@ -1,17 +1,19 @@
-"""`perturbkv doctor bench`: the cost of measuring and what evicting saves, as ratios within one run."""
+"""`perturbkv doctor bench`: the cost of measuring and the savings of evicting, as ratios within one run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
-from perturbkv.cli.command_line import typed
+from perturbkv.cli.command_line import typed_options
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
 from perturbkv.configs import option as numbers
@@ -19,12 +21,15 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
 if TYPE_CHECKING:
-    from perturbkv.benchmark.rows import Change, Report, Row
+    from perturbkv.benchmark.rows import Change, Report, Row, Target
 
 _OWN_SHAPES = {"norms-time", "norms-memory", "triton-time", "triton-rate", "cuda-24", "cuda-decode"}
-"""Rows whose model, prompt and dtype are their own."""
+"""Rows with their own model, prompt and dtype."""
 _OWN_LENGTHS = {"quality-12", "startup-help", "startup-figure"}
-"""Rows whose prompt alone is."""
+"""Rows with their own prompt."""
+
+
+OnlyOption = Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")]
 
 
 def bench(
@@ -32,7 +37,7 @@ def bench(
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
     tokens: Annotated[int, Option(metavar="N", help="Prompt length; growth is from half of it to twice")] = 4096,
     repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed, in turns; medians count")] = 3,
-    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    only: OnlyOption = None,
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
     device: Annotated[str, Option(metavar="NAME", help="Of all rows but those of a GPU")] = "cpu",
     output: Annotated[
@@ -57,18 +62,14 @@ def bench(
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
     _check_used(context, {target.name for target in targets})
-    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
-    with new_file(path, overwrite) as beside, console.progress("groups", suite.groups(settings)) as bar:
-        report = suite.measure(settings, targets, lambda name: bar.one_more())
-        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
-    _tell(report, path, as_json)
+    _run(suite, settings, targets, _path(output, "bench"), overwrite, as_json)
 
 
 def scale(
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
     samples: Annotated[int, Option(metavar="N", help="Of the longest runs; fewer take less time")] = 10_000,
     repeats: Annotated[int, Option(metavar="N", help="How often workers are timed, in turns; medians count")] = 3,
-    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    only: OnlyOption = None,
     output: Annotated[
         Path | None,
         Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-scale.json"),
@@ -86,17 +87,13 @@ def scale(
     from perturbkv.benchmark.rows import SCALE, check_names
 
     targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
-    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-scale.json"
-    with new_file(path, overwrite) as beside, console.progress("groups", many_samples.groups(settings)) as bar:
-        report = many_samples.measure(settings, targets, lambda name: bar.one_more())
-        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
-    _tell(report, path, as_json)
+    _run(many_samples, settings, targets, _path(output, "scale"), overwrite, as_json)
 
 
 def report(
     tokens: Annotated[int, Option(metavar="N", help="Prompt length of the traces that are made for it")] = 1500,
     repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed; medians count")] = 5,
-    only: Annotated[list[str] | None, Option(metavar="NAME", help="A row's name", show_default="every row")] = None,
+    only: OnlyOption = None,
     output: Annotated[
         Path | None,
         Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-report.json"),
@@ -113,11 +110,7 @@ def report(
     from perturbkv.benchmark.rows import REPORT, check_names
 
     targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
-    path = output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-report.json"
-    with new_file(path, overwrite) as beside, console.progress("groups", report_pages.groups(settings)) as bar:
-        report = report_pages.measure(settings, targets, lambda name: bar.one_more())
-        beside.write_text(console.as_json(report.to_dict()), encoding="utf-8")
-    _tell(report, path, as_json)
+    _run(report_pages, settings, targets, _path(output, "report"), overwrite, as_json)
 
 
 def compare(
@@ -130,8 +123,6 @@ def compare(
 
     Exits with 1 where a row became worse by more than the tolerance.
     """
-    from dataclasses import asdict
-
     from perturbkv.benchmark.rows import compare, other_settings, read
 
     numbers.check_number("--tolerance", tolerance)
@@ -140,7 +131,7 @@ def compare(
     if as_json:
         console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
     else:
-        rows = [(change.name, _number(change.old), _number(change.new), _word(change)) for change in changes]
+        rows = [(change.name, _number(change.old), _number(change.new), _change_text(change)) for change in changes]
         console.table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], rows)
         for other in others:
             console.note(f"not measured alike: {other}")
@@ -151,8 +142,8 @@ def compare(
 
 
 def _check_nothing_typed(context: typer.Context) -> None:
-    """Raise ConfigError for an option that stands before a subcommand, which takes none of them."""
-    for name in sorted(typed(context)):
+    """Raise ConfigError for an option before a subcommand, where it has no effect."""
+    for name in sorted(typed_options(context)):
         option, command = name.removeprefix("as_"), context.invoked_subcommand
         msg = (
             f"--{option} has no effect on doctor bench {command}; leave it out, or write it behind {command} if it "
@@ -162,16 +153,23 @@ def _check_nothing_typed(context: typer.Context) -> None:
 
 
 def _check_used(context: typer.Context, names: set[str]) -> None:
-    """Raise ConfigError for an option that none of these rows looks at."""
+    """Raise ConfigError for an option that has no effect on any of these rows."""
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
-        if name in typed(context) and names <= own:
+        if name in typed_options(context) and names <= own:
             msg = f"--{name} has no effect on {', '.join(sorted(names))}, of shapes of their own; leave it out"
             raise ConfigError(msg)
 
 
-def _tell(report: Report, path: Path, as_json: bool) -> None:
-    """Show a report, or print it; the command ends with 1 where a row failed."""
+def _path(output: Path | None, name: str) -> Path:
+    return output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.json"
+
+
+def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overwrite: bool, as_json: bool) -> None:
+    """Run a module of the benchmark, write its report and print it; exit with 1 where a row failed."""
+    with new_file(path, overwrite) as temporary, console.progress("groups", suite.groups(settings)) as bar:
+        report: Report = suite.measure(settings, targets, lambda name: bar.advance())
+        temporary.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     if as_json:
         console.print_json(report.to_dict())
     else:
@@ -182,12 +180,12 @@ def _tell(report: Report, path: Path, as_json: bool) -> None:
 
 
 def _show(report: Report) -> None:
-    about = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
-    console.say(f"{report.machine['device']}: {about}")
+    versions = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
+    console.say(f"{report.machine['device']}: {versions}")
     settings = report.settings
     length = f"{settings['tokens']:,} tokens" if "tokens" in settings else plural(settings["samples"], "sample")
-    told = (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))
-    title = ", ".join(filter(None, told))
+    parts = (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))
+    title = ", ".join(filter(None, parts))
     rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)
     for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):
@@ -203,7 +201,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _word(change: Change) -> str:
+def _change_text(change: Change) -> str:
     if change.worse is None:
         return "not in both"
     word = "worse" if change.worse > 0 else "better"

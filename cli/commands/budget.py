@@ -1,4 +1,4 @@
-"""`perturbkv budget`: safe budgets, what a selection saves, bytes instead of entries, cliffs of KL."""
+"""`perturbkv budget`: safe budgets, savings of a selection, quantisation at equal bytes, cliffs of KL."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from perturbkv.cli.choices import (
     numbers,
     parse_compare,
     parse_methods,
-    parse_names,
+    split_names,
 )
-from perturbkv.cli.command_line import hiding, showing
-from perturbkv.cli.options import LookOptions, RunOptions
+from perturbkv.cli.command_line import hide_options, show_defaults
+from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -46,7 +46,7 @@ SidesOption = Annotated[
 ]
 
 
-def _safe(
+def _safe_budgets(
     run: RunOptions,
     look: LookOptions,
     compare: SidesOption = None,
@@ -64,7 +64,7 @@ def _safe(
 
     criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
-    wanted, sides = run.with_budgets(_BUDGETS), parse_names("--compare", None if compare is None else [compare])
+    wanted, sides = run.with_budgets(_BUDGETS), _parse_sides(compare)
 
     def answer(session: Session) -> Result:
         from perturbkv.analyses.budget.safe_budget import safe_budget as analyse
@@ -75,19 +75,24 @@ def _safe(
         )  # fmt: skip
 
     return Analysis(
-        "budget", wanted, lambda: _configs(wanted, sides or ["attention", "two-stage"]), answer,
+        "budget", wanted, lambda: _safe_budget_configs(wanted, sides or DEFAULT_SELECTIONS), answer,
         leave_out_unfit=not run.budget, generate=0 if max_drop is None else None,
         exit_code=lambda result: int(result.exit_code),
     )  # fmt: skip
 
 
-def _configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every selection at every budget. Raises ConfigError for budgets that have no order."""
+def _safe_budget_configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
+    """Return every selection at every budget. Raises ConfigError for budgets without an order."""
     from perturbkv.analyses.budget.budget_axis import check_kind
 
     configs = run.configs(selections)
     check_kind(configs, "budget")
     return configs
+
+
+def _parse_sides(compare: str | None) -> list[str] | None:
+    """Return the names of --compare, None where it is not given. Raises ConfigError for a repeated one."""
+    return None if compare is None else list(check_distinct("--compare", split_names(compare)))
 
 
 _SAVINGS = "budget-savings"
@@ -126,7 +131,7 @@ def _savings(
 
 
 def _savings_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return both sides at every budget. Raises ConfigError for budgets that make no curve."""
+    """Return both sides at every budget. Raises ConfigError for budgets that do not make a curve."""
     from perturbkv.analyses.budget.savings import check_budgets
 
     configs = run.configs(names)
@@ -148,14 +153,15 @@ def _cliff(
     from perturbkv.analyses.budget.cliff import check_thresholds
 
     thresholds = check_thresholds(numbers("--kl", [kl]))
-    sides = None if compare is None else parse_names("--compare", [compare])
+    sides = _parse_sides(compare)
     if sides == []:
         msg = f"--compare takes methods such as {_METHODS}, got none"
         raise ConfigError(msg)
     wanted, files = run.with_budgets(_CLIFF_BUDGETS), None
     methods = sides or _METHODS.split(",")
     if look.trace is None:
-        _check(wanted, methods)
+        # whatever is wrong at any window is found before a model is opened
+        _cliff_configs(wanted if "window" in run.typed_options else dataclasses.replace(wanted, window=1), methods)
         wanted, files = _with_window(wanted)
 
     def answer(session: Session) -> Result:
@@ -168,7 +174,7 @@ def _cliff(
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every method at every budget. Raises ConfigError for budgets of no order, and for fewer than three."""
+    """Return every method at every budget. Raises ConfigError for budgets without an order, or too few."""
     from perturbkv.analyses.budget.budget_axis import check_kind
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
@@ -180,13 +186,8 @@ def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig,
     return configs
 
 
-def _check(run: RunOptions, methods: list[str]) -> None:
-    """Raise ConfigErrors for what is wrong whatever the window is, before a model is opened."""
-    _cliff_configs(run if "window" in run.typed else dataclasses.replace(run, window=1), methods)
-
-
 def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
-    """Return the run with the largest window that fits, where none was chosen, and the model that says so."""
+    """Return the run with the largest window that fits where none was chosen, and the model where it was opened."""
     if run.window is not None:
         return run, None
     from perturbkv.cli.planned_run import encode_prompts
@@ -196,47 +197,47 @@ def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
     check_name(run.dataset)
     files = open_model(run.model, run.seed, run.revision or "")
     prompts = encode_prompts(run, files.tokenizer, int(files.config.max_position_embeddings))
-    window, said = widest_window([Budget.parse(text) for text in run.budget or ()], prompts, run.scenario)
-    console.note(said)
+    window, reason = widest_window([Budget.parse(text) for text in run.budget or ()], prompts, run.scenario)
+    console.note(reason)
     return dataclasses.replace(run, window=window), files
 
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
-_NAMED = 5
-_DIGITS = 10_000
-"""A share that is named is rounded up to one of so many."""
+_MOST_NAMED = 5
+_SHARE_STEPS = 10_000
+"""A recommended share is rounded up to a multiple of 1 over this."""
 
 
 def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario: str = "regular") -> tuple[int, str]:
-    """Return one window for all budgets and prompts, and a sentence that says why.
+    """Return the largest window that suits all budgets and prompts, and the reason as a sentence.
 
-    It leaves at least as many free entries as itself at the smallest budget of the shortest prompt: a window that
-    shrank with the budget would be one more thing that differs. Raises BudgetError where not even one entry and a free
-    one fit, which names the prompts and the smallest budget that fits them.
+    It leaves at least as many free entries as itself at the smallest budget of the shortest prompt; it is the same for
+    all budgets, so that they differ in nothing else. Raises BudgetError where not even a window of one entry fits, with
+    the prompts and the smallest budget that fits them.
     """
-    kept = {prompt.sample_id: _least(budgets, len(prompt.parts(scenario)[0])) for prompt in prompts}
+    kept = {prompt.sample_id: _smallest_kept(budgets, len(prompt.parts(scenario)[0])) for prompt in prompts}
     fewest = min(entries for entries, _ in kept.values())
-    found = next((window for window in WINDOWS if fewest >= 2 * window), None)
-    if found is None:
-        raise BudgetError(_unfit(kept, of_shares=isinstance(budgets[0].value, float)))
+    widest = next((window for window in WINDOWS if fewest >= 2 * window), None)
+    if widest is None:
+        raise BudgetError(_unfit_message(kept, of_shares=isinstance(budgets[0].value, float)))
     entries, tokens = min(kept.values())
-    return found, (
-        f"window {found} for all budgets, the largest of {', '.join(map(str, WINDOWS))} that leaves as many free "
+    return widest, (
+        f"window {widest} for all budgets, the largest of {', '.join(map(str, WINDOWS))} that leaves as many free "
         f"entries as itself: the smallest budget keeps {entries} of the {tokens:,} of the shortest prompt"
     )
 
 
-def _least(budgets: Sequence[Budget], tokens: int) -> tuple[int, int]:
-    """Return the entries that the smallest budget keeps of a prompt, and the prompt's."""
+def _smallest_kept(budgets: Sequence[Budget], tokens: int) -> tuple[int, int]:
+    """Return the entries that the smallest budget keeps of a prompt, and the tokens of the prompt."""
     return min(min(budget.tokens(tokens), tokens) for budget in budgets), tokens
 
 
-def _unfit(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
-    """Return the prompts in which nothing fits, and what to do."""
+def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
+    """Return the message that names the prompts too short for any window, and a budget that fits."""
     short = [(name, tokens) for name, (entries, tokens) in kept.items() if entries < 2]
-    named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_NAMED])
-    more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
-    least = math.ceil(_DIGITS * 2 / min(tokens for _, tokens in short)) / _DIGITS if of_shares else 2
+    named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_MOST_NAMED])
+    more = f" and {len(short) - _MOST_NAMED} more" if len(short) > _MOST_NAMED else ""
+    least = math.ceil(_SHARE_STEPS * 2 / min(tokens for _, tokens in short)) / _SHARE_STEPS if of_shares else 2
     return (
         f"the smallest budget leaves no entry beside a window of one in {named}{more}; give --budget from {least:g} "
         "on, or longer prompts"
@@ -260,13 +261,16 @@ def _bytes(
     ] = None,
 ) -> Analysis:
     """Compare evicting with quantising at equal bytes."""
+    from perturbkv.models.loading import open_model
+
     if max_new_tokens is not None and (max_new_tokens < 1 or not answers):
         got = f"got {max_new_tokens}" if answers else "without --answers it has no effect; give both"
         msg = f"--max-new-tokens must be at least 1, {got}"
         raise ConfigError(msg)
-    wanted, counts = run.with_budgets(_EQUAL_BYTES_BUDGETS), _counts(bits)
+    wanted, counts = run.with_budgets(_EQUAL_BYTES_BUDGETS), _check_bits(bits)
     names = parse_methods(DEFAULT_COMPARE if compare is None else compare)
-    files = None if look.trace is not None else _opened(run)
+    # the size of the model's heads decides how many entries a budget of bytes holds
+    files = None if look.trace else open_model(run.model, run.seed, run.revision or "")
 
     def answer(session: Session) -> Result:
         from perturbkv.analyses.budget.equal_bytes import equal_bytes
@@ -280,8 +284,8 @@ def _bytes(
     )  # fmt: skip
 
 
-def _counts(bits: list[int] | None) -> list[int]:
-    """Return the bits below 16, which are there anyway. Raises ConfigError for others, and where none is left."""
+def _check_bits(bits: list[int] | None) -> list[int]:
+    """Return the bits below 16, which is always measured. Raises ConfigError for others, and where none is left."""
     counts = [count for count in check_distinct("--bits", bits or _BITS) if count != FULL_BITS]
     if wrong := [count for count in counts if count not in _BITS]:
         msg = f"--bits takes {', '.join(map(str, _BITS))}, got {wrong[0]}"
@@ -292,25 +296,18 @@ def _counts(bits: list[int] | None) -> list[int]:
     return sorted(counts, reverse=True)
 
 
-def _opened(run: RunOptions) -> ModelFiles:
-    """Return the model, whose heads' size says how many entries a budget of bytes holds."""
-    from perturbkv.models.loading import open_model
-
-    return open_model(run.model, run.seed, run.revision or "")
-
-
 def _equal_bytes_configs(
     run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return every method, budget and number of bits; then everything in few bits, which no method chooses."""
+    """Return every method at every budget and number of bits; then the full cache in few bits."""
     if files is None:
         return ()
     d_head = Shape.from_config(files.config, 2, 0).d_head
-    asked = dataclasses.replace(run, granularity=run.granularity or ["kv"])
+    base = dataclasses.replace(run, granularity=run.granularity or ["kv"])
     filling = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
-    alone = dataclasses.replace(asked, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])
-    found = dataclasses.replace(asked, precision=[FULL, *filling]).configs(names)
-    return tuple(dict.fromkeys([*found, *alone.configs(names[:1])]))
+    unevicted = dataclasses.replace(base, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])
+    evicted = dataclasses.replace(base, precision=[FULL, *filling]).configs(names)
+    return tuple(dict.fromkeys([*evicted, *unevicted.configs(names[:1])]))
 
 
 def _budget() -> None:
@@ -324,10 +321,10 @@ def _budget() -> None:
 _budget.__name__ = "budget"
 _HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
 """Options of measuring that seldom matter here."""
-budget = showing(budget="by view")(
-    hiding(*_HIDDEN)(
+budget = show_defaults(budget="by view")(
+    hide_options(*_HIDDEN)(
         analysis_views(
-            _safe,
+            _safe_budgets,
             savings=_savings,
             bytes=_bytes,
             cliff=_cliff,

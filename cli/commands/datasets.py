@@ -1,10 +1,11 @@
-"""`perturbkv list datasets`: the data sets, how one asks, and its prompts as the model sees them.
+"""`perturbkv list datasets`: the data sets, the wording of one, and its prompts as the model sees them.
 
-Of a prompt: its first and last tokens as text, and what lies around the cut and the question.
+A prompt is shown by the text of its first and last tokens, and of those around the cut and the question.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
-from perturbkv.cli.commands.generate import shown
+from perturbkv.cli.commands.generate import shorten
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planned_run import encode_prompts
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 
 _AROUND = 20
-"""Tokens shown before and after a cut or the question's beginning, where they lie in the middle."""
+"""Tokens shown before and after a cut, or the beginning of the question, in the middle of a prompt."""
 Decode = Callable[[list[int]], str]
 
 
 def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]:
-    """The prompt in numbers and pieces of text: `ends` tokens of its beginning and as many of its end."""
+    """Return the numbers of a prompt and pieces of its text: `ends` tokens of its beginning and as many of its end."""
     tokens, question = len(prompt.token_ids), prompt.question_tokens
     return {
         "sample": prompt.sample_id,
@@ -49,29 +50,31 @@ def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]
 
 
 def pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
-    """Texts of tokens `first` up to `end`, and between them marks: `hidden`, `cut` and `question`.
+    """Return the shown texts of a prompt, tokens `first` to `end`, and between them marks: hidden, cut and question.
 
-    A text ends where a mark stands; what is hidden stands in the prompt, what is cut does not.
+    Hidden tokens are in the prompt and not shown; cut ones are not in the prompt.
     """
     tokens, split = len(prompt.token_ids), len(prompt.token_ids) - prompt.question_tokens
-    marks = {place: name for place, name in ((prompt.cut_place, "cut"), (split, "question")) if place}
-    places = {place: name for place, name in marks.items() if place < tokens}
-    found: list[dict[str, Any]] = []
-    reached = 0
-    for first, end in _windows(tokens, ends, list(places)):
-        if first > reached:
-            found.append({"mark": "hidden", "tokens": first - reached})
-        for start, stop in _split(first, end, sorted(places)):
-            if start in places:
-                found.append({"mark": places[start], "tokens": prompt.cut_tokens if places[start] == "cut" else None})
-            found.append({"first": start, "end": stop, "text": decode(list(prompt.token_ids[start:stop]))})
-        reached = end
-    return found
+    marks = {
+        index: name for index, name in ((prompt.cut_place, "cut"), (split, "question")) if index and index < tokens
+    }
+    parts: list[dict[str, Any]] = []
+    previous_end = 0
+    for first, end in _shown_ranges(tokens, ends, list(marks)):
+        if first > previous_end:
+            parts.append({"mark": "hidden", "tokens": first - previous_end})
+        borders = [first, *(index for index in sorted(marks) if first < index < end), end]
+        for start, stop in itertools.pairwise(borders):
+            if start in marks:
+                parts.append({"mark": marks[start], "tokens": prompt.cut_tokens if marks[start] == "cut" else None})
+            parts.append({"first": start, "end": stop, "text": decode(list(prompt.token_ids[start:stop]))})
+        previous_end = end
+    return parts
 
 
-def _windows(tokens: int, ends: int, places: Sequence[int]) -> list[tuple[int, int]]:
-    """What is shown: both ends and what lies around each place, those that touch as one."""
-    wanted = [(0, ends), *((place - _AROUND, place + _AROUND) for place in places), (tokens - ends, tokens)]
+def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ranges of shown tokens: both ends and the surroundings of each mark, merged where they touch."""
+    wanted = [(0, ends), *((mark - _AROUND, mark + _AROUND) for mark in marks), (tokens - ends, tokens)]
     merged: list[tuple[int, int]] = []
     for first, end in sorted((max(first, 0), min(end, tokens)) for first, end in wanted):
         if merged and first <= merged[-1][1]:
@@ -81,36 +84,31 @@ def _windows(tokens: int, ends: int, places: Sequence[int]) -> list[tuple[int, i
     return merged
 
 
-def _split(first: int, end: int, places: Sequence[int]) -> list[tuple[int, int]]:
-    borders = [first, *(place for place in places if first < place < end), end]
-    return list(zip(borders, borders[1:], strict=False))
-
-
 def show_prompt(document: Mapping[str, Any]) -> None:
-    """One prompt: its numbers, then its text with its marks."""
+    """Print a prompt: its numbers, then its text with its marks."""
     console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
         ("tokens", f"{document['tokens']:,}"),
         ("cut in the middle", cut),
-        ("context | question", _parts(document)),
-        ("accepted answers", shown(" | ".join(document["answers"])) if document["answers"] else "none"),
+        ("context | question", _parts_text(document)),
+        ("accepted answers", shorten(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
     if document["control_tokens"]:
         rows.append(("special tokens", f"{plural(document['control_tokens'], 'control token')} inside the text"))
     console.table("", ["", ""], rows)
     for piece in document["pieces"]:
-        console.say(piece["text"] if "text" in piece else f"── {_told(piece)} ──", bold="mark" in piece)
+        console.say(piece["text"] if "text" in piece else f"── {_mark_text(piece)} ──", bold="mark" in piece)
 
 
-def _parts(document: Mapping[str, Any]) -> str:
-    """Tokens of both; without a question, what a chat template puts behind the text is no context either."""
+def _parts_text(document: Mapping[str, Any]) -> str:
+    """Return the tokens of context and question; prompts without a question are not divided."""
     if not document["question_tokens"]:
         return "no question of its own"
     return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
-def _told(mark: Mapping[str, Any]) -> str:
+def _mark_text(mark: Mapping[str, Any]) -> str:
     if mark["mark"] == "hidden":
         return f"{mark['tokens']:,} more tokens, not shown"
     if mark["mark"] == "cut":
@@ -164,7 +162,7 @@ def datasets(
             model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
             length=length, depth=depth, haystack=haystack, max_tokens=max_tokens, chat_template=chat_template,
         )  # fmt: skip
-        _show(run, sample or 0, tokens, as_json)
+        _show_prompts(run, sample or 0, tokens, as_json)
     else:
         _describe(name, as_json)
 
@@ -182,7 +180,7 @@ def _list(as_json: bool) -> None:
 
 
 def _describe(name: str, as_json: bool) -> None:
-    """What the registry and a wording say of a dataset. Raises PerturbkvErrors."""
+    """Print what the registry and the wording say of a data set. Raises PerturbkvErrors."""
     from perturbkv.datasets import dataset_registry
 
     dataset_registry.check_name(name)
@@ -191,12 +189,12 @@ def _describe(name: str, as_json: bool) -> None:
         raise ConfigError(msg)
     info = next(info for info in dataset_registry.known() if info.name == name)
     document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
-    worded = _wording(name)
+    wording = _wording(name)
     if as_json:
-        console.print_json(document | (worded.record() if worded else {}))
+        console.print_json(document | (wording.record() if wording else {}))
         return
     rows = [(key, value) for key, value in document.items() if key != "name"]
-    console.table(name, ["", ""], [*rows, *(_asked(worded) if worded else [])])
+    console.table(name, ["", ""], [*rows, *(_wording_rows(wording) if wording else [])])
 
 
 def _wording(name: str) -> Wording | Task | None:
@@ -208,19 +206,19 @@ def _wording(name: str) -> Wording | Task | None:
     return wording.read(name) if dataset_registry.in_longbench(name) else None
 
 
-def _asked(worded: Wording | Task) -> list[tuple[str, str]]:
-    record = worded.record()
-    ends = f", up to the first {' or '.join(map(repr, worded.until))}" if worded.until else ""
+def _wording_rows(wording: Wording | Task) -> list[tuple[str, str]]:
+    record = wording.record()
+    ends = f", up to the first {' or '.join(map(repr, wording.until))}" if wording.until else ""
     return [
-        ("prompt", f"from {record['from']}:\n{worded.template}"),
-        ("answer", f"at most {worded.generation_length} tokens{ends}"),
-        ("metric", f"{worded.metric}, 0 to 1"),
+        ("prompt", f"from {record['from']}:\n{wording.template}"),
+        ("answer", f"at most {wording.generation_length} tokens{ends}"),
+        ("metric", f"{wording.metric}, 0 to 1"),
         ("chat template", "where the tokenizer has one" if record["chat_template"] else "none"),
     ]
 
 
-def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
-    """Samples from `first` on as the model of the run would get them. Raises PerturbkvErrors."""
+def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
+    """Print the samples from `first` on as the model of the run would see them. Raises PerturbkvErrors."""
     from perturbkv.datasets import dataset_registry
     from perturbkv.models.loading import open_model
 
@@ -231,17 +229,17 @@ def _show(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
     dataset_registry.check_name(run.dataset)
     tokenizer = open_model(run.model, run.seed, run.revision or "").tokenizer
     encoded = encode_prompts(run, tokenizer)
-    found = [describe_prompt(prompt, tokenizer.decode, tokens) for prompt in encoded[first:]]
-    about = {
+    documents = [describe_prompt(prompt, tokenizer.decode, tokens) for prompt in encoded[first:]]
+    header = {
         "dataset": run.dataset,
         "model": run.model,
         "chat_template": encoded.chat_template,
         "generation_length": encoded.generation_length,
     }
     if as_json:
-        console.print_json({**about, "dataset_options": encoded.options, "samples": found})
+        console.print_json({**header, "dataset_options": encoded.options, "samples": documents})
         return
     template = "chat template" if encoded.chat_template else "no chat template"
     console.say(escape_line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
-    for document in found:
+    for document in documents:
         show_prompt(document)

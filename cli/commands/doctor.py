@@ -38,24 +38,24 @@ def _findings() -> dict[str, str]:
         "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
         "CPU threads": str(torch.get_num_threads()),
         "norm kernel": _norm_kernel(),
-        "embedded model": _embedded(),
+        "embedded model": _embedded_model(),
         "hub cache": _hub_cache(),
-        "converted models": _converted(),
+        "converted models": _converted_models(),
         "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
     }
 
 
-def _embedded() -> str:
+def _embedded_model() -> str:
     from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
     from perturbkv.models.gguf import read_header, storage
     from perturbkv.models.sources import embedded_gguf
 
-    found = embedded_gguf()
-    return f"{EMBEDDED}: {storage(read_header(found))[1]}; {found}" if found else f"missing: {INSTALL_EMBEDDED}"
+    path = embedded_gguf()
+    return f"{EMBEDDED}: {storage(read_header(path))[1]}; {path}" if path else f"missing: {INSTALL_EMBEDDED}"
 
 
 def _norm_kernel() -> str:
-    """What `--norm-kernel auto` takes here."""
+    """Return the kernel that `--norm-kernel auto` chooses on this machine."""
     from perturbkv.models.loading import pick_device
     from perturbkv.scoring.value_norms import triton_unavailable_reason
 
@@ -63,8 +63,8 @@ def _norm_kernel() -> str:
     return f"chunked ({why})" if why else "triton"
 
 
-def _converted() -> str:
-    """Where converted GGUF files are kept, and what they take."""
+def _converted_models() -> str:
+    """Return the folder of converted GGUF files, their number and size."""
     from perturbkv.models import user_cache
 
     entries, size = user_cache.usage()

@@ -17,7 +17,7 @@ from perturbkv.cli.choices import (
     parse_compare,
     parse_methods,
 )
-from perturbkv.cli.command_line import hiding, showing, telling
+from perturbkv.cli.command_line import hide_options, show_defaults, show_options
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis
 from perturbkv.configs.entry_counts import Budget
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
 _LONGEST_STEM = 150
-"""Characters of a figure's name, which file systems bound."""
+"""Most characters of a figure's name; file systems limit it."""
 
 
 def _check_distance(distance: str) -> str:
@@ -60,7 +60,7 @@ def heads(
     return Analysis(name, run, lambda: run.configs(names), answer, stems=[name])
 
 
-@showing(budget=" ".join(FRACTIONS))
+@show_defaults(budget=" ".join(FRACTIONS))
 @analysis
 def layers(
     run: RunOptions,
@@ -82,19 +82,19 @@ def layers(
         from perturbkv.analyses.layers.budget_curves import budget_curves
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
-        def ask(question: Callable[..., Any]) -> Any:
-            return question(session.trace, names[0], names[1:], step=look.step, distance=distance)
+        def analyse(function: Callable[..., Any]) -> Any:
+            return function(session.trace, names[0], names[1:], step=look.step, distance=distance)
 
-        drifts = ask(layer_drift)
+        drifts = analyse(layer_drift)
         _save_series(session, drifts, name)
         results, document = [drifts], drifts.to_dict()
         if per_sample:
-            samples = ask(last_layer)
+            samples = analyse(last_layer)
             _save_series(session, samples, f"{name}-samples")
             results.append(samples)
             document |= samples.to_dict()
         if budgets:
-            curves = ask(budget_curves)
+            curves = analyse(budget_curves)
             session.save(curves.plot(session.width_mm), curves.identity, f"{name}-budgets")
             results.append(curves)
             document["budgets"] = curves.to_dict()
@@ -107,14 +107,14 @@ def layers(
 
 
 def _save_series(session: Session, result: LayerDrifts | SampleDrifts, stem: str) -> None:
-    """Save a figure of each series, numbered where there are several."""
+    """Save a figure per series, numbered where there are several."""
     members: Sequence[DriftSeries | SampleSeries] = result.members
     for index, series in enumerate(members, 1):
         name = stem if len(result) == 1 else f"{stem}-{index}-{series[0].treatment.selection.name}"
         session.save(series.plot(session.width_mm), series.identity, name)
 
 
-@showing(budget=" ".join(FRACTIONS))
+@show_defaults(budget=" ".join(FRACTIONS))
 @analysis
 def assumption(
     run: RunOptions,
@@ -139,7 +139,7 @@ def assumption(
 _RANKED = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
 
 
-@showing(budget=" ".join(FRACTIONS))
+@show_defaults(budget=" ".join(FRACTIONS))
 @analysis
 def bound_tightness(
     run: RunOptions,
@@ -175,7 +175,7 @@ def bound_tightness(
 _STEPS, _LEAST_STEPS = 32, 3
 
 
-@showing(steps=str(_STEPS))
+@show_defaults(steps=str(_STEPS))
 @analysis
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:
     """Follow the perturbation over many decode steps.
@@ -197,8 +197,8 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
     return Analysis("horizon", wanted, lambda: wanted.configs(names), answer, figures=figures)
 
 
-@showing(budget="a trace's first; 128")
-@hiding("precision", "preset", "step")
+@show_defaults(budget="a trace's first; 128")
+@hide_options("precision", "preset", "step")
 @analysis
 def tokens(
     run: RunOptions,
@@ -240,9 +240,9 @@ _LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
 _NEEDLE_STEPS = 8
 
 
-@showing(length=_LENGTHS[0], depth=_DEPTHS[0], steps=str(_NEEDLE_STEPS))
-@telling("depth", "haystack")
-@hiding("dataset", "data_dir", "step")
+@show_defaults(length=_LENGTHS[0], depth=_DEPTHS[0], steps=str(_NEEDLE_STEPS))
+@show_options("depth", "haystack")
+@hide_options("dataset", "data_dir", "step")
 @analysis
 def needle(
     run: RunOptions,
@@ -276,7 +276,7 @@ def needle(
 
 
 def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
-    """Return the run with needle's own defaults, where the user chose none. Raises ConfigError."""
+    """Return the run with the defaults of needle where the user chose none. Raises ConfigError."""
     if run.dataset != "needle":
         msg = f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'"
         raise ConfigError(msg)

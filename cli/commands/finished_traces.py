@@ -1,4 +1,4 @@
-"""Finished traces: as tables and pages, joined from shards, and what a file holds."""
+"""Commands on finished traces: `export`, `merge`, `report` and `list FILE`."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def export(
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
         check_not_source(trace, path)
     finished = read_trace(trace)
-    token_tables = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
-    for path in token_tables:
+    token_paths = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
+    for path in token_paths:
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
     with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
-        counts = {str(path): write(finished, path, bar.one_more) for path in paths}
-        counts |= {str(path): write_tokens(finished, path) for path in token_tables}
+        counts = {str(path): write(finished, path, bar.advance) for path in paths}
+        counts |= {str(path): write_tokens(finished, path) for path in token_paths}
     if as_json:
         console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
     else:
@@ -87,7 +87,7 @@ def merge(
     """
     from perturbkv.storage.run.shard_merging import merge_shards
 
-    joined = {path: merge_shards(path, overwrite=overwrite, wait=wait) for path in _traces(output)}
+    joined = {path: merge_shards(path, overwrite=overwrite, wait=wait) for path in _trace_paths(output)}
     if as_json:
         console.print_json({"merged": [{**describe(path), "shards": count} for path, count in joined.items()]})
     failed = [report_run(path, as_json) for path in joined]
@@ -95,28 +95,26 @@ def merge(
         raise typer.Exit(1)
 
 
-def _traces(output: Path) -> list[Path]:
-    """The trace that an --output names, or those of its data sets. Raises TraceError where there is none."""
+def _trace_paths(output: Path) -> list[Path]:
+    """Return the trace that an --output names, or those of its data sets. Raises TraceError where there is none."""
     from perturbkv.storage.run.shards import find_shards
 
     if output.suffix in HDF5:
         return [output]
-    if named := _SHARD.fullmatch(output.name):
-        trace = output.with_name(named[1])
-        msg = f"expected a trace, got its shard {named[2]}/{named[3]}; perturbkv merge {trace} joins all of them"
+    if shard := _SHARD.fullmatch(output.name):
+        trace = output.with_name(shard[1])
+        msg = f"expected a trace, got its shard {shard[2]}/{shard[3]}; perturbkv merge {trace} joins all of them"
         raise TraceError(msg)
-    own = output / "trace.h5"
-    each = [] if own.exists() or find_shards(own) else [folder / own.name for folder in sorted(output.glob("*/"))]
-    found = [path for path in [own, *each] if path.exists() or find_shards(path)]
-    if not found:
+    single = output / "trace.h5"
+    is_single = single.exists() or find_shards(single)
+    several = [] if is_single else [folder / single.name for folder in sorted(output.glob("*/"))]
+    traces = [path for path in [single, *several] if path.exists() or find_shards(path)]
+    if not traces:
         msg = (
             f"expected a trace or shards of one in {output}, got neither; make some with --shard and --output {output}"
         )
         raise TraceError(msg)
-    return found
-
-
-_MILLION = 1e6
+    return traces
 
 
 def report(
@@ -146,14 +144,14 @@ def report(
         raise ConfigError(msg)
     finished = [read_trace(trace) for trace in traces]
     with new_file(path, overwrite) as temporary:
-        made = make(finished, full=full)
-        temporary.write_bytes(made.html.encode())
-    about = {"traces": [{"trace": one.source, "trace_digest": one.digest} for one in finished]}
+        page = make(finished, full=full)
+        temporary.write_bytes(page.html.encode())
+    header = {"traces": [{"trace": one.source, "trace_digest": one.digest} for one in finished]}
     if as_json:
-        sizes = {"bytes": made.bytes, "samples": made.samples, "configurations": made.configs}
-        console.print_json({"file": str(path), **sizes, **about, "full": full})
+        sizes = {"bytes": page.bytes, "samples": page.samples, "configurations": page.configs}
+        console.print_json({"file": str(path), **sizes, **header, "full": full})
         return
-    size = f"{made.bytes / _MILLION:.1f} MB, {plural(made.samples, 'sample')}, {plural(made.configs, 'configuration')}"
+    size = f"{page.bytes / 1e6:.1f} MB, {plural(page.samples, 'sample')}, {plural(page.configs, 'configuration')}"
     console.say(f"{path}: {size}; opens in any browser, without network")
 
 
@@ -172,15 +170,15 @@ def describe_trace(
         return
     run = description.run
     states = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
-    about = [
+    facts = [
         ("samples", states),
-        ("text", _held(description, description.with_text)),
-        *_answers(description),
-        ("kept positions", _held(description, description.with_kept)),
-        *_caches(description.caches),
+        ("text", _stored(description, description.with_text)),
+        *_answer_rows(description),
+        ("kept positions", _stored(description, description.with_kept)),
+        *_cache_rows(description.caches),
         *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
     ]
-    console.table(str(trace), ["", ""], about)
+    console.table(str(trace), ["", ""], facts)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
         (
@@ -197,21 +195,24 @@ def describe_trace(
         console.say(escape_line(f"failed: {reason}"))
 
 
-def _answers(description: Description) -> list[tuple[str, str]]:
-    """Whether the text of answers can be read, where there are answers."""
-    there = "generated" in description.variables
-    return [("text of answers", _held(description, description.with_answers))] if there else []
+def _answer_rows(description: Description) -> list[tuple[str, str]]:
+    """Return a row on the stored text of answers, where there are answers."""
+    if "generated" not in description.variables:
+        return []
+    return [("text of answers", _stored(description, description.with_answers))]
 
 
-def _held(description: Description, samples: Sequence[str]) -> str:
-    """Of how many samples something can be read from the file that a trace may go without."""
-    held, complete = len(samples), len(description.sample_ids) - len(description.failures)
-    return "not stored" if not held else "stored" if held == complete else f"stored of {held} of {complete} samples"
+def _stored(description: Description, samples: Sequence[str]) -> str:
+    """Return as text for how many of the complete samples an optional part of the trace is stored."""
+    stored, complete = len(samples), len(description.sample_ids) - len(description.failures)
+    if not stored:
+        return "not stored"
+    return "stored" if stored == complete else f"stored of {stored} of {complete} samples"
 
 
-def _caches(caches: dict[str, int]) -> list[tuple[str, str]]:
-    """What the evicted caches of all samples and configurations held, and how much of it was padding."""
+def _cache_rows(caches: dict[str, int]) -> list[tuple[str, str]]:
+    """Return a row on the bytes of all evicted caches, and the share of padding in them."""
     if not caches:
         return []
-    held, padding = caches["cache_bytes"], caches["cache_padding_bytes"]
-    return [("evicted caches", f"{held:,} bytes, of which {padding:,} ({padding / max(held, 1):.1%}) are padding")]
+    total, padding = caches["cache_bytes"], caches["cache_padding_bytes"]
+    return [("evicted caches", f"{total:,} bytes, of which {padding:,} ({padding / max(total, 1):.1%}) are padding")]

@@ -17,7 +17,7 @@ from perturbkv.analyses.json_values import provenance_object, run_object
 from perturbkv.analyses.pairing import plural, short_names
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options
-from perturbkv.cli.options import MetricOption, RunOptions
+from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import say_failures
 from perturbkv.configs.eviction import EvictionConfig
@@ -35,26 +35,25 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 400
-"""Characters of an answer in a table; the file has all."""
+"""Most characters of an answer in a table; the file has all."""
 
 
 def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
-    """One sample: what was expected, every answer, and how far each compression moved the attention output."""
+    """Print a sample: the accepted answers, every answer, and the relative perturbation of each compression."""
     console.say(f"\n{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
     names = dict(zip(row["evicted"], short_names(configs), strict=True))
-    rows = [("expected", "", "", "", shown(" | ".join(expected)))] if expected else []
-    rows.append(("full cache", "", "", _score(full), shown(full["text"])))
-    for label, made in row["evicted"].items():
-        same = sum(1 for pair in zip(made["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
-        alike = f"{same} of {len(full['tokens'])}"
+    rows = [("expected", "", "", "", shorten(" | ".join(expected)))] if expected else []
+    rows.append(("full cache", "", "", _score_text(full), shorten(full["text"])))
+    for label, answer in row["evicted"].items():
+        same = sum(1 for pair in zip(answer["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
         rows.append(
             (
                 names[label] or "evicted",
-                text.cache_share(made.get("held_share", math.nan)) + _bytes(made),
-                alike,
-                _score(made),
-                shown(made["text"]),
+                text.cache_share(answer.get("held_share", math.nan)) + _bytes_text(answer),
+                f"{same} of {len(full['tokens'])}",
+                _score_text(answer),
+                shorten(answer["text"]),
             )
         )
     columns = ["cache", "#held /\nfull", "#same\ntokens", f"#{metric},\n0 to 1", "answer"]
@@ -62,24 +61,26 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         columns, rows = [*columns[:3], columns[4]], [(*one[:3], one[4]) for one in rows]  # type: ignore[misc]
     console.table("", columns, rows)
     for label in row["evicted"]:
-        moved = [one["relative"] for one in row["compressions"] if one["config"] == label]
-        if moved:
-            listed = ", ".join(f"{value:.2f}" for value in moved)
-            console.say(f"{names[label] or 'evicted'}: {plural(len(moved), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
+        relative = [one["relative"] for one in row["compressions"] if one["config"] == label]
+        if relative:
+            listed = ", ".join(f"{value:.2f}" for value in relative)
+            console.say(
+                f"{names[label] or 'evicted'}: {plural(len(relative), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}"
+            )
 
 
-def _bytes(made: Mapping[str, Any]) -> str:
-    """What a cache of few bits takes of the full one's bytes, on a line of its own."""
-    return f"\n{text.cache_share(made['bytes_share'])} of bytes" if "bytes_share" in made else ""
+def _bytes_text(answer: Mapping[str, Any]) -> str:
+    """Return the share of the full cache's bytes that a quantised cache takes, on a line of its own."""
+    return f"\n{text.cache_share(answer['bytes_share'])} of bytes" if "bytes_share" in answer else ""
 
 
-def _score(made: Mapping[str, Any]) -> str:
-    score = made.get("score")
+def _score_text(answer: Mapping[str, Any]) -> str:
+    score = answer.get("score")
     return "" if score is None else f"{score:.3f}"
 
 
-def shown(text: str) -> str:
-    """A text in one line, its end left out where it is long."""
+def shorten(text: str) -> str:
+    """Return a text in one line, without its end where it is long."""
     line = " ".join(text.split()) or "(nothing)"
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
 
@@ -90,13 +91,8 @@ _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or 
 @with_options
 def generate(
     run: RunOptions,
-    selection: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="How entries are selected", show_default="attention, two-stage"),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, Option(metavar="N", help="Tokens of an answer at most", show_default="the dataset's, else 64")
-    ] = None,
+    selection: SelectionOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
     compress_every: Annotated[
         int | None,
         Option(metavar="N", help="Compress again whenever a cache holds more than this"),
@@ -113,12 +109,12 @@ def generate(
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence and --judge look at the file.
     """
-    from perturbkv.pipeline.answers.generation import check_asked, check_memory
+    from perturbkv.pipeline.answers.generation import check_answer_options, check_memory
     from perturbkv.pipeline.answers.grading import metrics_of
 
-    configs = run.configs(selection or ["attention", "two-stage"])
+    configs = run.configs(selection or DEFAULT_SELECTIONS)
     option_refusals.check("generate", run, configs)
-    check_asked(configs, max_new_tokens, compress_every)
+    check_answer_options(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
@@ -135,7 +131,7 @@ def generate(
               "divergence": divergence}  # fmt: skip
     failed: dict[str, str] = {}
     with output.claim(resumable(path), writer=path) as lock:
-        rows = _answered(run, planned, path, header, failed, lock)
+        rows = _answer_samples(run, planned, path, header, failed, lock)
     if not rows:
         raise FailedRunError(str(path), failed)
     if run.as_json:
@@ -148,28 +144,30 @@ def generate(
         raise typer.Exit(1)
 
 
-def _answered(
+def _answer_samples(
     run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
 ) -> list[dict[str, Any]]:
-    """Every sample's answers in the run's order, those of an earlier run of the same kind among them."""
+    """Return all samples' answers in the order of the run, with those that the same run finished earlier."""
     from perturbkv.pipeline.run.running import provenance
 
-    about = provenance_object(provenance(planned))
-    begun, rows = _open(path, header, about, run.overwrite)
+    made_with = provenance_object(provenance(planned))
+    first_line, rows = _open_file(path, header, made_with, run.overwrite)
     try:
         with translate_os_errors(path):
             _generate(run, planned, path, rows, header, failed, lock)
-            return _in_order(planned, path, begun, rows)
+            return _sort_rows(planned, path, first_line, rows)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
 
 
-def _in_order(planned: Plan, path: Path, begun: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows as the run has its samples; the file too, whose lines came as workers were done."""
-    place = {name: index for index, name in enumerate(planned.prompts.ids)}
-    ordered = sorted(rows, key=lambda row: place.get(row["sample"], len(place)))
+def _sort_rows(
+    planned: Plan, path: Path, first_line: dict[str, Any], rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the rows in the order of the run's samples, and rewrite the file so where workers wrote another one."""
+    index = {name: number for number, name in enumerate(planned.prompts.ids)}
+    ordered = sorted(rows, key=lambda row: index.get(row["sample"], len(index)))
     if ordered != rows:
-        json_lines.write(path, [begun, *ordered])
+        json_lines.write(path, [first_line, *ordered])
     return ordered
 
 
@@ -178,44 +176,47 @@ def _show(
 ) -> None:
     for row in rows:
         show(row, configs)
-    held = [made.get("held_share", 0.0) for row in rows for made in row["evicted"].values()]
-    console.say(text.cache_share_note(held, compress_every))
+    shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
+    console.say(text.cache_share_note(shares, compress_every))
     if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):
         console.say(f"{', '.join(names)}: {text.READ_NOTE}")
     console.say(f"written to {path}, every answer whole")
 
 
-def _open(
-    path: Path, header: dict[str, Any], about: dict[str, Any], overwrite: bool
+def _open_file(
+    path: Path, header: dict[str, Any], made_with: dict[str, Any], overwrite: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The file's first line, and the samples that the same run has finished already; a new file where there is none.
+    """Return the first line of the file and the samples that it already holds; start it where it does not exist.
 
-    Raises ConfigError where the file is of another run, or none of ours.
+    Raises ConfigError where the file is of another run, or is no file of answers.
     """
-    there = os.path.lexists(path) and not overwrite
-    first, *others = _KIND.read_text(path).split("\n") if there else [""]
-    begun = json_lines.parse_line(first)
+    exists = os.path.lexists(path) and not overwrite
+    first, *others = _KIND.read_text(path).split("\n") if exists else [""]
+    stored = json_lines.parse_line(first)
     rows = [row for row in map(json_lines.parse_line, others) if row is not None]
-    if there and (begun is None or _asked(begun) != header):
+    if exists and (stored is None or _stored_header(stored) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
-    if strange := [row for row in rows if not is_row(row)]:
-        raise _KIND.refusal(path, f"a line that is no answers of ours, {str(strange[0])[:40]}")
+    if invalid := [row for row in rows if not is_row(row)]:
+        raise _KIND.refusal(path, f"a line that is no answers of ours, {str(invalid[0])[:40]}")
     if rows:
         console.note(f"{plural(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
-    first_line = begun or {**header, "made_with": about}
+    first_line = stored or {**header, "made_with": made_with}
     json_lines.write(path, [first_line, *rows])
     return first_line, rows
 
 
-def _asked(document: dict[str, Any]) -> dict[str, Any]:
-    """A file's first line as this version says it: choices that its writer did not know have their defaults."""
+def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the first line of a file in the form of this version; choices that it lacks have their defaults."""
     try:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:
         return {}
-    beside = {"compress_every": document.get("compress_every"), "divergence": document.get("divergence", False)}
-    return {"run": json.loads(run.to_json()), **beside}
+    return {
+        "run": json.loads(run.to_json()),
+        "compress_every": document.get("compress_every"),
+        "divergence": document.get("divergence", False),
+    }
 
 
 def _generate(
@@ -227,9 +228,9 @@ def _generate(
     failed: dict[str, str],
     lock: Lock,
 ) -> None:
-    """Answer the prompts that `rows` lack, one line each as soon as it is there; `failed` gets those given up."""
-    from perturbkv.engines import choosing
-    from perturbkv.pipeline.answers.answered import Answered
+    """Answer the prompts missing in `rows`, and write each at once; `failed` gets the reasons of those that fail."""
+    from perturbkv.engines import engine_choice
+    from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
     from perturbkv.pipeline.answers.generation import AnswerOptions
 
     names = {row["sample"] for row in rows}
@@ -237,19 +238,19 @@ def _generate(
     if not todo:
         return
 
-    def done(prompt: Prompt, made: Answered) -> None:
+    def on_answer(prompt: Prompt, answer: AnsweredPrompt) -> None:
         lock.check()
-        json_lines.append(path, made.row)
-        rows.append(made.row)
-        bar.one_more()
+        json_lines.append(path, answer.row)
+        rows.append(answer.row)
+        bar.advance()
 
-    def given_up(prompt: Prompt, why: str) -> None:
+    def on_failure(prompt: Prompt, why: str) -> None:
         failed[prompt.sample_id] = why
-        bar.one_more()
+        bar.advance()
 
-    asked = AnswerOptions(header["compress_every"], header["divergence"])
+    options = AnswerOptions(header["compress_every"], header["divergence"])
     with (
-        choosing.engine(run.engine_config, [planned]) as engine,
+        engine_choice.open_engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
     ):
-        engine.answer(planned, asked, todo, done, given_up)
+        engine.answer(planned, options, todo, on_answer, on_failure)

@@ -20,18 +20,19 @@ _OPTIONS = frozenset({
 
 
 def measure_head_scores(run: RunOptions) -> None:
-    """Measure head scores on needle prompts, write them into the file of --head-scores, and show the highest.
+    """Measure head scores on needle prompts, write them to the file of --head-scores, and print the highest.
 
-    As HeadKV's released detection: the model's own greedy answer, right answers only, a distractor beside the needle;
-    but on needle's prompts, so that scores are not those of the released files. Raises PerturbkvErrors.
+    The method is that of HeadKV's released detection: the model's own greedy answer, right answers only, a distractor
+    beside the needle. The prompts are ours, so that the scores are not those of the released files. Raises
+    PerturbkvErrors.
     """
+    from perturbkv.scoring.head_scores import as_json
+
     output = _output(run)
     samples = _SAMPLES if run.samples is None else run.samples
-    seed = run.seed if "seed" in run.typed else _SEED
-    with new_file(output, run.overwrite) as beside:
-        asked = (run.model, run.revision or "", samples, run.lengths or (_LENGTH,), run.haystack, seed)
-        layers, scores, right = _measure(*asked, run.dtype, run.device)
-        beside.write_text(_text(scores, layers))
+    with new_file(output, run.overwrite) as temporary:
+        layers, scores, right = _measure(run, samples)
+        temporary.write_text(as_json(scores, layers))
     rows = zip(layers, scores, strict=True)
     ranked = sorted(((score, layer, head) for layer, row in rows for head, score in enumerate(row)), reverse=True)
     if run.as_json:
@@ -49,11 +50,11 @@ def measure_head_scores(run: RunOptions) -> None:
 
 
 def _output(run: RunOptions) -> Path:
-    """Return the file. Raises ConfigError for an option that makes no difference, and for an existing file."""
+    """Return the file to write. Raises ConfigError for an option without effect, and for an existing file."""
     assert run.head_scores is not None
-    for name in sorted(run.typed - _OPTIONS):
+    for name in sorted(run.typed_options - _OPTIONS):
         msg = (
-            f"{option_refusals.spelled(name)} has no effect here: --head-scores needs --policy headkv to be read; "
+            f"{option_refusals.option_flag(name)} has no effect here: --head-scores needs --policy headkv to be read; "
             "without it scores are measured, and no trace; leave one of them out"
         )
         raise ConfigError(msg)
@@ -66,38 +67,31 @@ def _output(run: RunOptions) -> Path:
     return run.head_scores
 
 
-def _measure(
-    model: str, revision: str, samples: int, lengths: tuple[int, ...], haystack: str, seed: int, dtype: str, device: str
-) -> tuple[tuple[int, ...], list[list[float]], int]:
-    """Return the measured layers, a row of scores for each, and the number of prompts that were answered right."""
+def _measure(run: RunOptions, samples: int) -> tuple[tuple[int, ...], list[list[float]], int]:
+    """Return the measured layers, a row of scores for each, and the number of prompts with a right answer."""
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.datasets.encode import check_length, check_vocabulary, encode
     from perturbkv.datasets.needle import add_distraction
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
-    from perturbkv.pipeline.answers.answer_heads import Evidence
-    from perturbkv.pipeline.answers.answer_heads import head_scores as measured
+    from perturbkv.pipeline.answers.answer_heads import Evidence, head_scores
 
-    place = pick_device(device)
-    files = open_model(model, seed, revision)
-    asked = dataclasses.replace(datasets.DatasetOptions(samples, seed, haystack=haystack), lengths=lengths)
+    device = pick_device(run.device)
+    seed = run.seed if "seed" in run.typed_options else _SEED
+    files = open_model(run.model, seed, run.revision or "")
+    options = datasets.DatasetOptions(samples, seed, haystack=run.haystack)
+    options = dataclasses.replace(options, lengths=run.lengths or (_LENGTH,))
     template = bool(files.tokenizer.chat_template)
     prompts = [
         Evidence(encode(sample, files.tokenizer, chat_template=template, max_tokens=None), sentence)
-        for plain in datasets.load("needle", asked, files.tokenizer).samples
+        for plain in datasets.load("needle", options, files.tokenizer).samples
         for sample, sentence in [add_distraction(plain, seed)]
     ]
     positions = int(files.config.max_position_embeddings)
-    asked_for = itertools.cycle([length for length in lengths for _ in asked.depths])
-    for one, length in zip(prompts, asked_for, strict=False):
+    lengths = itertools.cycle([length for length in options.lengths for _ in options.depths])
+    for one, length in zip(prompts, lengths, strict=False):
         check_vocabulary(one.prompt, int(files.config.vocab_size), files.name)
         check_length(one.prompt, positions, len(one.prompt.answers[0]) + 1, length)
-    adapter = load_weights(files, pick_dtype(dtype, place), place, seed)
+    adapter = load_weights(files, pick_dtype(run.dtype, device), device, seed)
     with console.progress("prompts", len(prompts)) as bar:
-        found = measured(adapter, prompts, bar.one_more)
-    return adapter.layer_indices, found.scores.tolist(), found.right
-
-
-def _text(scores: list[list[float]], layers: tuple[int, ...]) -> str:
-    from perturbkv.scoring.head_scores import as_json
-
-    return as_json(scores, layers)
+        result = head_scores(adapter, prompts, bar.advance)
+    return adapter.layer_indices, result.scores.tolist(), result.right

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _WIDEST = 34
-"""Of a list of policies in a table beside two other columns, 80 in all."""
+"""Width of a list of policies in a table with two other columns, 80 characters in all."""
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -83,7 +83,8 @@ def _list_policies(as_json: bool) -> None:
     if as_json:
         console.print_json({"policies": [
             {"name": row.name, "summary": row.summary_line(), "paper": row.paper, "budgets": row.budgets,
-             "selections": list(row.selections), "caches": list(row.caches()), "options": _told(row.options())}
+             "selections": list(row.selections), "caches": list(row.caches()),
+             "options": _options_document(row.options())}
             for row in known()
         ]})  # fmt: skip
         return
@@ -105,10 +106,10 @@ def _list_policies(as_json: bool) -> None:
     )
 
 
-def _describe(asked: str, as_json: bool) -> None:
-    """The options of a policy, a selection, … or a correction, written alone or with some of its options.
+def _describe(text: str, as_json: bool) -> None:
+    """Print the options of a policy, selection, granularity, precision or correction.
 
-    Raises UnknownNameError for another name, and ConfigError for options that it does not take.
+    Raises UnknownNameError for any other name, and ConfigError for options that it does not take.
     """
     from perturbkv.configs.option import complete_choice
     from perturbkv.configs.plugins import refers_to_file
@@ -122,7 +123,7 @@ def _describe(asked: str, as_json: bool) -> None:
     )
     from perturbkv.selection.policies import kvpress, registry
 
-    choice, others = parse(asked), {**SELECTIONS, **GRANULARITIES, **PRECISIONS, **CORRECTIONS}
+    choice, others = parse(text), {**SELECTIONS, **GRANULARITIES, **PRECISIONS, **CORRECTIONS}
     if kvpress.is_press(choice):
         _describe_press(choice, as_json)
     elif choice.name in others:
@@ -135,16 +136,16 @@ def _describe(asked: str, as_json: bool) -> None:
         registry.build(choice)
         _show(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
     else:
-        named = dict.fromkeys([*registry.names(), *SELECTABLE, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
-        raise UnknownNameError(asked, "policy or selection", named)
+        names = dict.fromkeys([*registry.names(), *SELECTABLE, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
+        raise UnknownNameError(text, "policy or selection", names)
 
 
 def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
-    """What one choice is, its options, and how it is written; where it ranks by another score, who tells of that."""
+    """Print a choice, its options and how it is written; where it ranks by another score, how to list that one too."""
     from perturbkv.scoring.score_registry import OWN
 
     if as_json:
-        console.print_json({"name": str(choice), "summary": summary, "options": _told(options)})
+        console.print_json({"name": str(choice), "summary": summary, "options": _options_document(options)})
         return
     console.say(": ".join(filter(None, (str(choice), summary))) + (f" ({paper})" if paper else ""))
     if not options:
@@ -161,26 +162,26 @@ def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option
 
 
 def _describe_press(choice: Choice, as_json: bool) -> None:
-    """The parameters of a press. Raises ConfigError and UnknownNameError."""
+    """Print the parameters of a press. Raises ConfigError and UnknownNameError."""
     from perturbkv.selection.policies import kvpress
 
     name = str(choice)
     if choice.options:
         kvpress.policy_class(choice.name).complete(choice)
-    found = {key: _default(value) for key, value in kvpress.press_parameters(choice.name).items()}
+    defaults = {key: _default_text(value) for key, value in kvpress.press_parameters(choice.name).items()}
     summary = f"{kvpress.Press.summary} ({kvpress.Press.paper})"
     if as_json:
-        told = {key: {"default": value, "about": ""} for key, value in found.items()}
-        console.print_json({"name": name, "summary": summary, "options": told})
+        options = {key: {"default": value, "about": ""} for key, value in defaults.items()}
+        console.print_json({"name": name, "summary": summary, "options": options})
         return
     console.say(f"{name}: {summary}; docs/kvpress.md tells what each press does here")
-    console.table("", ["parameter", "default"], list(found.items()))
+    console.table("", ["parameter", "default"], list(defaults.items()))
 
 
-def _default(value: Any) -> str:
-    """A parameter's default as text; nothing where it has none."""
+def _default_text(value: Any) -> str:
+    """Return the default of a parameter as text; empty where it has none."""
     return "" if callable(value) else str(value)
 
 
-def _told(options: Mapping[str, Option]) -> dict[str, Any]:
+def _options_document(options: Mapping[str, Option]) -> dict[str, Any]:
     return {name: {"default": one.default, "about": one.about} for name, one in options.items()}

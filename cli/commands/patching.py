@@ -10,7 +10,7 @@ from typer import Option
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
-from perturbkv.cli.command_line import hiding, with_options
+from perturbkv.cli.command_line import hide_options, with_options
 from perturbkv.cli.options import LOOK, FigureOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import Session
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
 
 _COMMAND = "question patching"
-_OF_A_GAME = ("by", "layers", "outcome", "exact")
+_GAME_OPTIONS = ("by", "layers", "outcome", "exact")
 
 
-@hiding(*option_refusals.UNUSED[_COMMAND], "preset", "alpha", "precision", "max_tokens", "dtype")
+@hide_options(*option_refusals.UNUSED[_COMMAND], "preset", "alpha", "precision", "max_tokens", "dtype")
 @with_options
 def patching(
     run: RunOptions,
@@ -65,8 +65,9 @@ def patching(
     drift, KL or the score (Shapley values), and which to switch first. swap.jsonl keeps what is measured.
     """
     _check_effects(run, permutations, greedy, answers)
-    asked = PatchingConfig(
-        by, _layers("--layers", layers), _lists("--baseline-in", baseline_in), _lists("--treatment-in", treatment_in),
+    patches = PatchingConfig(
+        by, () if layers is None else rules.parse_layers("--layers", layers),
+        _layer_lists("--baseline-in", baseline_in), _layer_lists("--treatment-in", treatment_in),
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
     configs = _sides(run, compare)
@@ -76,38 +77,38 @@ def patching(
         OutputFolder(folder, wait=run.wait).claim(resumable(folder / FILE), writer=folder / FILE)
     planned = plan(run, configs, generate=max_new_tokens if answers else 0)
     if run.dry_run:
-        _show_plan(run, planned, asked)
+        _show_plan(run, planned, patches)
         return
-    _measure(run, look, folder, planned, asked)
+    _measure(run, look, folder, planned, patches)
 
 
-def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, asked: PatchingConfig) -> None:
-    """Measure what is missing; figure and numbers as files, and on stdout. Exits with 1 where samples failed."""
+def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, patches: PatchingConfig) -> None:
+    """Measure what is missing, write figure and numbers, and print them; exit with 1 where samples failed."""
     from perturbkv.api.questions import game_of, run_patching
 
-    game_of(planned, asked)
+    game_of(planned, patches)
     session, path = Session("patching", OutputFolder(folder, run.overwrite), look, run.as_json), folder / FILE
     with session.claim([session.name]):
         with console.progress("mixtures") as bar:
-            result = run_patching(planned, asked, path, run.overwrite, run.wait, bar.at)
+            result = run_patching(planned, patches, path, run.overwrite, run.wait, bar.update)
         session.source = {"file": str(path), "run": run_object(planned.run)}
         session.save(result.plot(session.width_mm), result.identity, session.name)
         session.show(result, failures=result.failures)
 
 
-def _show_plan(run: RunOptions, planned: Plan, asked: PatchingConfig) -> None:
-    """Print what would be measured; nothing is."""
+def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
+    """Print what would be measured, without measuring it."""
     from perturbkv.api.questions import cost, game_of
 
-    found, samples = cost(planned, asked, game_of(planned, asked)), len(planned.prompts)
+    mixtures, samples = cost(planned, patches, game_of(planned, patches)), len(planned.prompts)
     if run.as_json:
-        console.print_json({**dry_run.describe(planned, None), "mixtures": found})
+        console.print_json({**dry_run.describe(planned, None), "mixtures": mixtures})
         return
     dry_run.show(planned, False, None)
     console.say(
-        f"mixtures of each prompt: {found['named']} by name, {found['shapley']:,} for Shapley values, at most "
-        f"{found['greedy']:,} for the greedy path; at most {samples * found['mixtures']:,} of {samples} prompts, "
-        f"{found['rows']} in a batch"
+        f"mixtures of each prompt: {mixtures['named']} by name, {mixtures['shapley']:,} for Shapley values, at most "
+        f"{mixtures['greedy']:,} for the greedy path; at most {samples * mixtures['mixtures']:,} of {samples} prompts, "
+        f"{mixtures['rows']} in a batch"
     )
 
 
@@ -124,22 +125,17 @@ def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
     return configs
 
 
-def _layers(option: str, text: str | None) -> tuple[int, ...]:
-    return () if text is None else rules.parse_layers(option, text)
-
-
-def _lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
+def _layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
     return tuple(rules.parse_layers(option, text) for text in texts or [])
 
 
 def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None, answers: bool) -> None:
-    """Raise ConfigError for an option that was typed and makes no difference."""
-    idle = [name for name in _OF_A_GAME if name in run.typed] if permutations == 0 and greedy == 0 else []
-    if idle:
-        msg = (
-            f"{option_refusals.spelled(idle[0])} has no effect here: it needs --permutations or --greedy; leave it out"
-        )
+    """Raise ConfigError for an option on the command line that has no effect."""
+    unused = [name for name in _GAME_OPTIONS if name in run.typed_options] if permutations == 0 and greedy == 0 else []
+    if unused:
+        flag = option_refusals.option_flag(unused[0])
+        msg = f"{flag} has no effect here: it needs --permutations or --greedy; leave it out"
         raise ConfigError(msg)
-    if "max_new_tokens" in run.typed and not answers:
+    if "max_new_tokens" in run.typed_options and not answers:
         msg = "--max-new-tokens has no effect here: it needs --answers; leave it out"
         raise ConfigError(msg)

@@ -1,4 +1,4 @@
-"""Open questions of the paper: other distances, the best kept sets, how much against what, the same heads."""
+"""The paper's open questions: distances, optimality gaps, evicted share against choice, stability of heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer import Argument, Option
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, dry_run, option_refusals, saving
 from perturbkv.cli.choices import parse_compare, parse_methods
-from perturbkv.cli.command_line import hiding, showing, telling, with_options
+from perturbkv.cli.command_line import hide_options, show_defaults, show_options, with_options
 from perturbkv.cli.options import CompareOption, FigureOptions, JsonOption, LookOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import Analysis, Session, analysis, read_traces
@@ -65,7 +65,7 @@ _REGRET = "question regret"
 _METHODS = "attention,attention-unpooled,two-stage,random"
 
 
-@hiding(*option_refusals.UNUSED[_REGRET])
+@hide_options(*option_refusals.UNUSED[_REGRET])
 @with_options
 def regret(
     run: RunOptions,
@@ -79,14 +79,14 @@ def regret(
 
     Per head, isolated: against the best set known of its size on the prompt, and the proven best of a short prefix.
     """
-    from perturbkv.api.questions import searched
+    from perturbkv.api.questions import run_search
     from perturbkv.optimum.chain import with_references
     from perturbkv.pipeline.run import searching
 
-    asked = searching.Searches(heads, proven, seconds, seed=run.seed)
+    searches = searching.SearchSettings(heads, proven, seconds, seed=run.seed)
     configs = with_references(run.configs(parse_methods(compare)))
     option_refusals.check(_REGRET, run, configs)
-    searching.check(configs, asked)
+    searching.check(configs, searches)
     folder = run_folder(run, run.output)
     session = Session("regret", OutputFolder(folder, run.overwrite), look, run.as_json)
     path = folder / "regret.jsonl"
@@ -99,7 +99,7 @@ def regret(
         return
     with session.claim([session.name]):
         with console.progress("samples") as bar:
-            result = searched(planned, asked, path, bar.at, overwrite=run.overwrite, wait=run.wait)
+            result = run_search(planned, searches, path, bar.update, overwrite=run.overwrite, wait=run.wait)
         session.source = {"run": run_object(planned.run), "file": str(path)}
         session.save(result.plot(session.width_mm), result.identity, session.name)
         session.show(result)
@@ -108,11 +108,11 @@ def regret(
 _COMPARE = "attention,two-stage,attention-unpooled,two-stage-uniform,random"
 _CORRECTIONS = ("corrected", "corrected(mass=linear)", "corrected-oracle")
 _CORRECTED = 2
-"""Number of sides that are corrected too: the first ones."""
+"""Number of methods that are measured with corrections too: the first ones."""
 
 
-@showing(correction=", ".join(_CORRECTIONS))
-@telling("correction")
+@show_defaults(correction=", ".join(_CORRECTIONS))
+@show_options("correction")
 @analysis
 def split(
     run: RunOptions,
@@ -134,23 +134,23 @@ def split(
 
         return analyse(session.trace, names, look.step)
 
-    configs = lambda: _configs(run, names or _COMPARE.split(","))  # noqa: E731
+    configs = lambda: _split_configs(run, names or _COMPARE.split(","))  # noqa: E731
     return Analysis("split", run, configs, answer, command="question split")
 
 
-def _configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every side uncorrected, then the first ones corrected."""
-    alone = dataclasses.replace(run, correction=[NONE]).configs(names)
+def _split_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
+    """Return all methods uncorrected, then the first ones with corrections."""
+    uncorrected = dataclasses.replace(run, correction=[NONE]).configs(names)
     corrections = [one for one in run.correction or _CORRECTIONS if one != NONE]
     if not corrections:
-        return alone
+        return uncorrected
     corrected = dataclasses.replace(run, correction=corrections).configs(names[:_CORRECTED])
-    return tuple(dict.fromkeys([*alone, *corrected]))
+    return tuple(dict.fromkeys([*uncorrected, *corrected]))
 
 
 @dataclass(frozen=True)
 class StabilityOptions(FigureOptions):
-    """The traces, and the folder of the results."""
+    """The options of figures, the traces, and the folder of the results."""
 
     traces: Annotated[
         list[Path] | None, Argument(metavar="TRACE", help="Finished traces, one or several", show_default=False)
@@ -183,14 +183,14 @@ def stability(
 
     if budget is not None:
         Budget.parse(budget)
-    session = _open(look)
+    session = _open_traces(look)
     result = analyse(session.traces, selection=selection, baseline=baseline, budget=budget)
     session.save(result.plot(session.width_mm), result.identity, session.name)
     session.show(result)
 
 
-def _open(look: StabilityOptions) -> Session:
-    """Return the traces' session. Raises ConfigError where there is none, FailedRunError for one of failed samples."""
+def _open_traces(look: StabilityOptions) -> Session:
+    """Return the session of the traces. Raises ConfigError without traces, FailedRunError for one without samples."""
     if not look.traces:
         msg = (
             "expected traces, got none; make them: perturbkv trace --dataset needle --budget 128 -o a, then with "
@@ -202,6 +202,6 @@ def _open(look: StabilityOptions) -> Session:
         if not one.ok.any():
             raise FailedRunError(one.source, one.failures)
     output = OutputFolder(look.output or look.traces[0].parent, look.overwrite)
-    session = Session("stability", output, look, look.as_json, traces, joint=True, asked=look.asked)
+    session = Session("stability", output, look, look.as_json, traces, joint=True, options=look.own_options)
     session.claim([session.name], [saving.Source(one.source, one.digest) for one in traces])
     return session

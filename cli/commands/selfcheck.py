@@ -1,4 +1,4 @@
-"""`perturbkv doctor selfcheck`: what runs on a GPU, held against its reference there, and its speed."""
+"""`perturbkv doctor selfcheck`: GPU code compared with its reference, and its speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from typer import Option
 
 from perturbkv.cli import console
-from perturbkv.cli.options import JsonOption, RunOptions
+from perturbkv.cli.options import DEFAULT_SELECTIONS, JsonOption, RunOptions
 from perturbkv.cli.saving import new_file
 from perturbkv.configs import option
 from perturbkv.errors import ConfigError
@@ -54,15 +54,15 @@ def selfcheck(
     The compact cache, the Triton kernel, layers over several GPUs; beside that the table of ties in half precision,
     and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
     """
-    place, path, trained = _device(device), output or Path("runs/gpu.json"), _trained(model)
+    place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
     _check_sizes(samples, length, entries)
     start = time.monotonic()
-    with new_file(path, overwrite) as beside:
-        checks = [check for checks in _checks(place, entries, placed) for check in checks]
-        ties = _ties(trained, samples, length, device)
-        bench = _bench(place)
+    with new_file(path, overwrite) as temporary:
+        checks = [check for group in _run_checks(place, entries, placed) for check in group]
+        ties = _measure_ties(trained, samples, length, device)
+        bench = _run_bench(place)
         document = _document(checks, ties, bench, device, time.monotonic() - start)
-        beside.write_text(console.as_json(document), encoding="utf-8")
+        temporary.write_text(console.as_json(document), encoding="utf-8")
     if as_json:
         console.print_json(document)
     else:
@@ -72,8 +72,8 @@ def selfcheck(
         raise typer.Exit(1)
 
 
-def _device(name: str) -> torch.device:
-    """The device. Raises ConfigError where it is not there."""
+def _find_device(name: str) -> torch.device:
+    """Return the device. Raises ConfigError where the machine has none."""
     import torch
 
     from perturbkv.models.loading import pick_device
@@ -85,7 +85,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_sizes(samples: int, length: int, entries: int) -> None:
-    """Raise ConfigError for what the checks would stumble over minutes later."""
+    """Raise ConfigError for sizes at which a check would fail minutes later."""
     from perturbkv.datasets.dataset_registry import DatasetOptions
 
     DatasetOptions(samples, lengths=(length,))
@@ -95,10 +95,10 @@ def _check_sizes(samples: int, length: int, entries: int) -> None:
         raise ConfigError(msg)
 
 
-def _trained(model: str | None) -> str:
-    """The model of the table of ties: the given one, the embedded one, or empty. Raises ConfigError for random weights.
+def _ties_model(model: str | None) -> str:
+    """Return the model of the table of ties: the given one, the embedded one, or none (empty).
 
-    Those are drawn anew in every dtype: it would be another model's verdict.
+    Raises ConfigError for random weights: they are drawn anew in every dtype, so that the verdicts would differ.
     """
     from perturbkv.models.aliases import DEFAULT
     from perturbkv.models.sources import embedded_gguf
@@ -111,28 +111,25 @@ def _trained(model: str | None) -> str:
     return model
 
 
-def _checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
-    """One group of checks after the other, told on stderr as it begins."""
-    from perturbkv.selfcheck import checks as kernel
-    from perturbkv.selfcheck import checks as placement
-    from perturbkv.selfcheck import equality
-    from perturbkv.selfcheck.checks import tried
+def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
+    """Run one group of checks after the other; each is named on stderr as it begins."""
+    from perturbkv.selfcheck import checks, equality
 
     sizes = equality.Sizes(entries)
     work = {
         **{f"{layout} cache": partial(equality.check, device, sizes, layout) for layout in equality.LAYOUTS},
-        "Triton norms": partial(kernel.check_kernel, device),
-        "--device-map auto": partial(placement.check_placement, placed, device, 256),
+        "Triton norms": partial(checks.check_kernel, device),
+        "--device-map auto": partial(checks.check_placement, placed, device, 256),
     }
     for name, check in work.items():
         console.note(name)
-        yield tried(name, "", check)
+        yield checks.run_check(name, "", check)
 
 
-def _ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
-    """What becomes of float32's verdicts in half precision, on needle prompts; nothing without a model."""
+def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
+    """Compare the verdicts of half precision with those of float32 on needle prompts; nothing without a model."""
     if not model:
-        console.note("ties: no trained model is here; --model brings one")
+        console.note("ties: there is no trained model; give one with --model")
         return []
     import dataclasses
 
@@ -140,21 +137,21 @@ def _ties(model: str, samples: int, length: int, device: str) -> list[tuple[str,
     from perturbkv.cli.planned_run import make_trace, plan
     from perturbkv.storage.trace.trace_file import read_trace
 
-    asked, traces = RunOptions(model=model, samples=samples, length=[str(length)], device=device), {}
+    options, traces = RunOptions(model=model, samples=samples, length=[str(length)], device=device), {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("float32", *_HALVES):
             console.note(f"ties: {dtype}")
-            run = dataclasses.replace(asked, dtype=dtype)
-            planned = plan(run, run.configs(["attention", "two-stage"]))
+            run = dataclasses.replace(options, dtype=dtype)
+            planned = plan(run, run.configs(DEFAULT_SELECTIONS))
             traces[dtype] = read_trace(make_trace(run, planned, Path(folder) / f"{dtype}.h5"))
         return [
             (dtype, ties)
             for dtype in _HALVES
-            for ties in compare(traces["float32"], traces[dtype], "attention", "two-stage")
+            for ties in compare(traces["float32"], traces[dtype], *DEFAULT_SELECTIONS)
         ]
 
 
-def _bench(device: torch.device) -> Report:
+def _run_bench(device: torch.device) -> Report:
     from perturbkv.benchmark import rows, suite
 
     console.note("bench")
@@ -178,12 +175,12 @@ def _document(
 
 
 def _print(checks: list[Check], document: dict[str, Any]) -> None:
-    found = [
-        (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _word(check))
+    rows = [
+        (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _verdict(check))
         for check in checks
     ]
-    console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], found)
-    decided = [
+    console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], rows)
+    ties = [
         (
             one["dtype"],
             f"{one['kind']} {one['distance']}",
@@ -192,15 +189,15 @@ def _print(checks: list[Check], document: dict[str, Any]) -> None:
         )
         for one in document["ties"]
     ]
-    console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], decided)
-    rows = [
+    console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], ties)
+    bench = [
         (row["name"], "–" if row["value"] is None else f"{row['value']:.3f}", row["verdict"])
         for row in document["bench"]["rows"]
     ]
-    console.table("bench", ["row", "#value", ""], rows)
+    console.table("bench", ["row", "#value", ""], bench)
 
 
-def _word(check: Check) -> str:
+def _verdict(check: Check) -> str:
     return check.reason or ("equal" if check.equal else "NOT EQUAL")
 
 

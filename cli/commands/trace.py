@@ -1,9 +1,8 @@
-"""`perturbkv trace`: measure, and leave a trace file.
+"""`perturbkv trace`: measure, and write a trace file.
 
-From a sweep file and what was typed to one run: the typed options win, then the file's, then the defaults.
-
-The environment (PERTURBKV_DATA_DIR) stands between file and defaults. Paths in a file are relative to the folder in
-which the command runs, as on the command line.
+A sweep file and the command line make one run: options on the command line win, then those of the file, then the
+environment (PERTURBKV_DATA_DIR), then the defaults. Paths in a file are relative to the folder in which the command
+runs, as on the command line.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import typer
 from typer import Option
 
 from perturbkv.cli import console, dry_run, option_refusals
-from perturbkv.cli.command_line import telling, with_options
+from perturbkv.cli.command_line import show_options, with_options
 from perturbkv.cli.commands.head_scores import measure_head_scores
-from perturbkv.cli.options import RARE, RunOptions
+from perturbkv.cli.options import DEFAULT_SELECTIONS, RARE, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import make_trace, plan, run_folder
 from perturbkv.cli.session import say_failures
 from perturbkv.cli.sweep_file import Entries, Entry, Key, SweepFile, read
@@ -33,8 +32,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import BudgetError, ConfigError, DatasetError, ModelError, PerturbkvError
-from perturbkv.selection import compatibility
-from perturbkv.selection import grid as spread
+from perturbkv.selection import compatibility, grid
 from perturbkv.selection.grid import (
     FIELDS,
     ParsedConfig,
@@ -52,18 +50,18 @@ if TYPE_CHECKING:
 
 
 _WHOLE = Budget(1.0)
-"""A budget that goes with every window."""
+"""A budget that is valid with every window."""
 _OWN_GRID = "lists make every combination; what differs takes a mapping of its own under 'grids'"
-_ABOUT: Mapping[type[PerturbkvError], str] = {ModelError: "model", DatasetError: "dataset"}
+_KEY_OF_ERROR: Mapping[type[PerturbkvError], str] = {ModelError: "model", DatasetError: "dataset"}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The run that a file and a command line describe together.
+    """A run that a sweep file and a command line describe together.
 
     Attributes:
-        file: what of the file counts: its keys but for those that were typed.
-        run: options of the run; its choices of how to evict are the command line's alone.
+        file: the file without the keys that the command line replaces.
+        run: the options of the run; its eviction choices are those of the command line alone.
         configs: every configuration, in the order of the trace's `config` dimension.
     """
 
@@ -72,24 +70,24 @@ class Sweep:
     configs: tuple[EvictionConfig, ...]
 
     def plan(self) -> Plan:
-        """The run, checked against its model and prompts. Raises PerturbkvErrors, with the line to blame if known."""
+        """Return the plan, checked against model and prompts. Raises PerturbkvErrors, with their line if possible."""
         try:
             return plan(self.run, self.configs)
         except PerturbkvError as error:
-            raise _blamed_late(self.file, error) from None
+            raise _locate_by_message(self.file, error) from None
 
 
-def resolve(path: Path, run: RunOptions, selections: list[str], typed: frozenset[str]) -> Sweep:
-    """What a sweep file asks for. Raises ConfigErrors that name file, line and key.
+def resolve(path: Path, run: RunOptions, selections: list[str], typed_options: frozenset[str]) -> Sweep:
+    """Return the run of a sweep file and the command line. Raises ConfigErrors that name file, line and key.
 
-    `run` and `selections` are the command line's and the defaults. `typed` names the options that the user wrote there:
-    each replaces the file's key as a whole, in every grid too.
+    `run` and `selections` hold the command line's values and the defaults. Each of the `typed_options`, those given on
+    the command line, replaces its key of the file as a whole, in every grid too.
     """
-    file = read(path).without(typed)
-    check_configurations(_count(file))
+    file = read(path).without(typed_options)
+    check_configurations(_count_combinations(file))
     for entry in file.entries():
         _check_alone(entry)
-    options = {name: _option(entry) for name, entry in file.options.items() if entry.key.of_run}
+    options = {name: _option(entry) for name, entry in file.options.items() if entry.key.is_run_option}
     wanted = dataclasses.replace(run, **options)
     return Sweep(file, wanted, _configs(file, wanted, selections))
 
@@ -99,93 +97,98 @@ def _option(entry: Entry) -> Any:
 
 
 def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
-    """Every grid's combinations, one grid after the other."""
-    given = {**run.choices(), "selection": selections}
-    made: list[EvictionConfig] = []
+    """Return the configurations of all grids, one grid after the other."""
+    defaults = {**run.choices(), "selection": selections}
+    configs: list[EvictionConfig] = []
     for own in file.grids:
         entries = {**file.options, **own}
-        choices = {**given, **{name: entry.values for name, entry in entries.items() if entry.key.sweeps}}
-        parsed = [_made(combination, entries, run.cache) for combination in combinations(choices)]
-        check_written_options(parsed)
-        grid = [one.config for one in parsed]
-        _check_used(own, run, grid)
-        made += grid
-    _check_used(file.options, run, made)
-    return unique(made)
+        choices = {
+            **defaults,
+            **{name: entry.values for name, entry in entries.items() if entry.key.is_eviction_choice},
+        }
+        requests = [_resolve_combination(combination, entries, run.cache) for combination in combinations(choices)]
+        check_written_options(requests)
+        grid_configs = [request.config for request in requests]
+        _check_used(own, run, grid_configs)
+        configs += grid_configs
+    _check_used(file.options, run, configs)
+    return unique(configs)
 
 
-def _count(file: SweepFile) -> int:
-    """Combinations of all grids, as far as the file alone makes them."""
+def _count_combinations(file: SweepFile) -> int:
+    """Return the number of combinations of all grids, from the values in the file alone."""
     grids = ({**file.options, **own} for own in file.grids)
-    return sum(math.prod(len(one.values) for one in grid.values() if one.key.sweeps) for grid in grids)
+    return sum(
+        math.prod(len(one.values) for one in entries.values() if one.key.is_eviction_choice) for entries in grids
+    )
 
 
 def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
-    """Raise ConfigError for a key that makes no difference to the configurations that it is for."""
+    """Raise ConfigError for a key that has no effect on any of its configurations."""
     for entry in entries.values():
         if reason := option_refusals.reason_without_effect("trace", entry.key.field, run, configs):
-            raise entry.place.refusal(reason)
+            raise entry.location.error(reason)
 
 
-def _made(combination: dict[str, Any], entries: Entries, cache: str) -> ParsedConfig:
+def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: str) -> ParsedConfig:
     try:
-        made = parse_configuration(**combination)
-    except BudgetError as error:  # each value alone is right: budget and window do not go together
-        raise _blamed(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
+        request = parse_configuration(**combination)
+    except BudgetError as error:  # each value alone is valid: budget and window do not go together
+        raise _locate(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
-        compatibility.check(made.config, cache)
+        compatibility.check(request.config, cache)
     except ConfigError as error:
-        config = made.config
+        config = request.config
         fits = config.selection.name in registry.info(config.policy.name).selections
         own = config.policy.name == as_choice(combination["policy"]).name
         first = ("policy",) if fits and own else ("selection", "policy")
-        raise _blamed((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
-    return made
+        raise _locate((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
+    return request
 
 
-def _blamed(
+def _locate(
     names: tuple[str, ...], combination: dict[str, Any], entries: Entries, error: ConfigError, hint: str
 ) -> ConfigError:
-    """The error with the line of the first of these keys that the file has; as it was where it has none."""
+    """Return the error with the line of the first of these keys in the file; unchanged where it has none of them."""
     for entry in (entries[name] for name in names if name in entries):
-        return entry.place_of(combination.get(entry.key.field)).refusal("; ".join(filter(None, (str(error), hint))))
+        return entry.locate(combination.get(entry.key.field)).error("; ".join(filter(None, (str(error), hint))))
     return error
 
 
-def _blamed_late(file: SweepFile, error: PerturbkvError) -> PerturbkvError:
-    """The error with the line of the value that it names, or that its kind is about; else as it was."""
-    said = str(error)
+def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError:
+    """Return the error with the line of the value that it names, or of the key of its kind; else unchanged."""
+    message = str(error)
     for entry in file.entries():
-        for value, place in zip(entry.values, entry.places, strict=True):
-            if _names(said, entry.key, value):
-                return place.refusal(said)
+        for value, location in zip(entry.values, entry.locations, strict=True):
+            if _mentions(message, entry.key, value):
+                return location.error(message)
     for entry in file.entries():
-        if entry.key.field == _ABOUT.get(type(error)):
-            return entry.place.refusal(said)
+        if entry.key.field == _KEY_OF_ERROR.get(type(error)):
+            return entry.location.error(message)
     return error
 
 
-def _names(said: str, key: Key, value: Any) -> bool:
-    """Whether an error speaks of this value: "unknown model 'x'", "budget 0.01 of 99 tokens", a file's path."""
+def _mentions(message: str, key: Key, value: Any) -> bool:
+    """Return whether a message names this value: "unknown model 'x'", "budget 0.01 of 99 tokens", a file's path."""
     option, text = key.field.replace("_", "-"), re.escape(str(value))
     path = rf"|(?<![\w./-]){text}(?![\w./-])" if key.kind is Path else ""
-    return re.search(rf"\b{option} ('{text}'|{text}\b){path}", said) is not None
+    return re.search(rf"\b{option} ('{text}'|{text}\b){path}", message) is not None
 
 
 def _check_alone(entry: Entry) -> None:
-    """Raise ConfigError for each value that is refused whatever the other options are."""
-    for value, place in zip(entry.values, entry.places, strict=True):
-        with place.named():
-            if entry.key.sweeps and entry.key.field not in FIELDS:
-                spread.check_option_value(entry.key.field, value)
-            elif entry.key.sweeps:
+    """Raise ConfigError for a value that is invalid whatever the other options are."""
+    for value, location in zip(entry.values, entry.locations, strict=True):
+        with location.locate_errors():
+            if entry.key.is_eviction_choice and entry.key.field not in FIELDS:
+                grid.check_option_value(entry.key.field, value)
+            elif entry.key.is_eviction_choice:
                 configuration(**{entry.key.field: value, "budget": _WHOLE})  # a budget was checked as it was read
             else:
                 _try_option(entry.key, value)
 
 
 def _try_option(key: Key, value: Any) -> None:
-    """Make everything that options become before a model is opened, of this one and the defaults."""
+    """Build all that options become before a model is opened, from this option and defaults. Raises its errors."""
     from perturbkv.datasets.dataset_registry import SHORTEST, DatasetOptions
     from perturbkv.datasets.prompts import DEFAULT_SAMPLES
 
@@ -203,10 +206,10 @@ def _try_option(key: Key, value: Any) -> None:
 
 
 HDF5 = (".h5", ".hdf5")
-"""How the --output ends that is a trace itself, and not its folder."""
+"""Endings of an --output that is the trace itself and not its folder."""
 
 
-@telling(*RARE)
+@show_options(*RARE)
 @with_options
 def trace(
     run: RunOptions,
@@ -218,10 +221,7 @@ def trace(
             help="Sweep file (YAML); what is typed replaces its key",
         ),
     ] = None,
-    selection: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="How entries are selected", show_default="attention, two-stage"),
-    ] = None,
+    selection: SelectionOption = None,
 ) -> None:
     """Run a model with full and evicted caches; write a trace.
 
@@ -231,25 +231,25 @@ def trace(
     if run.head_scores is not None and config is None and not _needs_head_scores(run):
         measure_head_scores(run)
         return
-    selections = selection or ["attention", "two-stage"]
+    selections = selection or DEFAULT_SELECTIONS
     if config is None:
         configs = run.configs(selections)
         option_refusals.check("trace", run, configs)
-        planning: Callable[[], Plan] = partial(plan, run, configs)
+        make_plan: Callable[[], Plan] = partial(plan, run, configs)
     else:
-        sweep = resolve(config, run, selections, run.typed)
+        sweep = resolve(config, run, selections, run.typed_options)
         option_refusals.check("trace", sweep.run, sweep.configs)
-        run, planning = sweep.run, sweep.plan
+        run, make_plan = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(planning(), run.as_json, run_folder(run, run.output), run.part)
+        dry_run.show(make_plan(), run.as_json, run_folder(run, run.output), run.parsed_shard)
         return
     target = run_folder(run, run.output)
     path = target if target.suffix in HDF5 else target / "trace.h5"
     OutputFolder(path.parent, wait=run.wait).claim(writer=path)
-    made = make_trace(run, planning(), path)
+    path = make_trace(run, make_plan(), path)
     if run.as_json:
-        console.print_json(describe(made))
-    if report_run(made, run.as_json):
+        console.print_json(describe(path))
+    if report_run(path, run.as_json):
         raise typer.Exit(1)
 
 
@@ -259,7 +259,7 @@ def _needs_head_scores(run: RunOptions) -> bool:
 
 
 def report_run(path: Path, as_json: bool) -> int:
-    """Print what a finished trace holds, on stdout unless that is for JSON; returns how many samples failed."""
+    """Print a line on a finished trace, unless stdout is for JSON, and its failures; return their number."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)
@@ -270,7 +270,7 @@ def report_run(path: Path, as_json: bool) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return what a finished trace holds, as JSON has it."""
+    """Return the path, samples and configurations of a finished trace as a JSON document."""
     from perturbkv.analyses.json_values import config_object
     from perturbkv.storage.trace.trace_file import read_trace
 

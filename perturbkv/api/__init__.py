@@ -1,4 +1,4 @@
-"""The functions that a notebook needs: load, measure, read, generate. `import perturbkv as pk` has them all.
+"""The functions that a notebook calls: load, measure, read, generate. `import perturbkv as pk` has them all.
 
-Everything that the command line can do goes through these or what they call.
+The command line does its work through these functions or those that they call.
 """

@@ -1,21 +1,21 @@
-"""Answers from the full cache and from every evicted one."""
+"""Answers from the full cache and from every evicted cache."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
 
-from perturbkv.api.inputs import CONFIGS, all_of, planned
+from perturbkv.api.inputs import CONFIGS, as_tuple, make_plan
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
-from perturbkv.engines import choosing
+from perturbkv.engines import engine_choice
 from perturbkv.errors import WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.answered import Answered, Generation
-from perturbkv.pipeline.answers.generation import AnswerOptions, check_asked, check_memory
+from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, Generation
+from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options, check_memory
 from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan
@@ -41,22 +41,22 @@ def generate(
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Generation:
-    """Greedy answers from the full cache and from every evicted one, one `Answers` per prompt.
+    """Return greedy answers from the full cache and from every evicted one, one `Answers` per prompt.
 
-    They show themselves as text beside what was expected, with a score where the dataset has a metric.
+    They display as text beside the accepted answers, with a score where the data set has a metric.
 
     Args:
         model: from `load_model`.
-        prompts: what is answered.
+        prompts: from `load_prompts`, or any series of `Prompt`.
         configs: from `grid`.
         max_new_tokens: tokens of an answer at most, at least 1; None: as many as the dataset says.
         scenario: as in `Settings`.
         cache: as in `Settings`.
         compress_every: compress to the budget, a number of tokens below this one, again whenever a cache holds more
             entries than this.
-        divergence: also read the full cache's answer from every cache, which `divergence` then shows.
+        divergence: also decode the full cache's answer from every cache, for `divergence`.
         head_scores: as in `Settings`.
-        workers: as in `measure`; a prompt that workers give up is left out, which is logged.
+        workers: as in `measure`; a prompt that workers give up is left out, with a warning in the log.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -65,42 +65,40 @@ def generate(
     """
     from perturbkv.analyses.json_values import provenance_object
 
-    chosen = all_of(EvictionConfig, configs, CONFIGS)
-    check_asked(chosen, max_new_tokens, compress_every)
+    chosen = as_tuple(EvictionConfig, configs, CONFIGS)
+    check_answer_options(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
-    ready = planned(model, prompts, chosen, settings, resources)
+    ready = make_plan(model, prompts, chosen, settings, resources)
     check_memory(ready)
     metrics_of(ready.prompts)
     with user_model.eval_mode(model):
-        found = _answered(ready, AnswerOptions(compress_every, divergence), workers, progress)
-    about = provenance_object(provenance(ready))
-    rows = tuple(one.row for one in found)
-    return Generation(
-        tuple(one.answers for one in found), WrittenAnswers(ready.run, rows, compress_every, made_with=about)
-    )
+        answered = _answer_prompts(ready, AnswerOptions(compress_every, divergence), workers, progress)
+    made_with = provenance_object(provenance(ready))
+    written = WrittenAnswers(ready.run, tuple(one.row for one in answered), compress_every, made_with=made_with)
+    return Generation(tuple(one.answers for one in answered), written)
 
 
-def _answered(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[Answered]:
-    """Every prompt's answers in their order, but for those given up."""
-    found: dict[str, Answered] = {}
+def _answer_prompts(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[AnsweredPrompt]:
+    """Return the answers of all prompts in their order, without those given up. Raises WorkerError for none."""
+    answered: dict[str, AnsweredPrompt] = {}
     failed: dict[str, str] = {}
 
-    def done(prompt: Prompt, made: Answered) -> None:
-        found[prompt.sample_id] = made
-        drawn.one_more()
+    def on_answer(prompt: Prompt, answer: AnsweredPrompt) -> None:
+        answered[prompt.sample_id] = answer
+        progress_bar.advance()
 
-    def given_up(prompt: Prompt, why: str) -> None:
+    def on_failure(prompt: Prompt, why: str) -> None:
         failed[prompt.sample_id] = why
-        drawn.one_more()
+        progress_bar.advance()
 
     with (
-        choosing.engine(workers, [ready]) as engine,
-        bar("samples", len(ready.prompts), shown=progress, beside=engine.alive) as drawn,
+        engine_choice.open_engine(workers, [ready]) as engine,
+        bar("samples", len(ready.prompts), shown=progress, status=engine.alive) as progress_bar,
     ):
-        engine.answer(ready, options, ready.prompts, done, given_up)
+        engine.answer(ready, options, ready.prompts, on_answer, on_failure)
     for why in failed.values():
         _log.warning("left out: %s", why)
-    if not found:
+    if not answered:
         msg = f"no prompt was answered: {next(iter(failed.values()))}"
         raise WorkerError(msg)
-    return [found[name] for name in ready.prompts.ids if name in found]
+    return [answered[name] for name in ready.prompts.ids if name in answered]

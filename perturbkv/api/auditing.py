@@ -1,11 +1,11 @@
-"""An eviction that is not ours: is it broken, or only lossy."""
+"""Audits of external evictions: broken, or only lossy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perturbkv.api.inputs import check_model, held_prompts
+from perturbkv.api.inputs import check_model, collect_prompts
 from perturbkv.audit_trace import SITUATIONS
 from perturbkv.auditing import audit as audits
 from perturbkv.auditing.evictions import load as load_eviction
@@ -34,9 +34,9 @@ def audit(
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Audit:
-    """Is an eviction that is not ours broken, or only lossy? `.verdict` is `exact`, `differs` or `unreadable`.
+    """Test whether an external eviction is broken, or only lossy; `.verdict` is `exact`, `differs` or `unreadable`.
 
-    It is held against the plain model with its full cache and a mask of exactly the entries that the eviction keeps.
+    The reference is the plain model with its full cache and a mask of exactly the entries that the eviction keeps.
 
     Args:
         model: from `load_model`.
@@ -44,10 +44,10 @@ def audit(
         eviction: a function `(model, input_ids, attention_mask) -> cache`, a transformers `Cache` class, or text:
             `file.py:name(option=value)` of either, or a `.npz` or `.json` file of kept positions. It may bring a
             `decode(model, cache, token, step) -> logits`. Or a press of kvpress, `kvpress:SnapKVPress(window_size=32)`.
-        budget: of a press: entries per head, as in `grid`.
+        budget: entries per head of a press, as in `grid`.
         steps: forward passes after the eviction.
-        situations: of `single`, `block` and `batch`, in which it is run.
-        losses: whether the loss is measured beside controls that hold as much.
+        situations: situations in which it is run: `single`, `block`, `batch`.
+        losses: whether its loss is measured, with controls that keep as many entries.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -63,15 +63,15 @@ def audit(
     from perturbkv.analyses.audit.audit import conclude
 
     settings = audits.Settings(steps, tuple(situations), losses)
-    given_eviction = load_eviction(eviction, _as_budget(budget))
-    held = held_prompts(prompts)
+    external = load_eviction(eviction, _as_budget(budget))
+    collected = collect_prompts(prompts)
     check_model(model)
-    about = {"dataset": held.dataset, "seed": str(held.seed)}
-    with bar("prompts", len(held), shown=progress) as drawn, user_model.eval_mode(model):
-        return conclude(audits.audit(model, held, given_eviction, settings, about, resources, drawn.one_more))
+    source = {"dataset": collected.dataset, "seed": str(collected.seed)}
+    with bar("prompts", len(collected), shown=progress) as progress_bar, user_model.eval_mode(model):
+        return conclude(audits.audit(model, collected, external, settings, source, resources, progress_bar.advance))
 
 
-def _as_budget(given: Any) -> Budget | None:
-    if given is None or isinstance(given, Budget):
-        return given
-    return Budget.parse(given) if isinstance(given, str) else Budget(given)
+def _as_budget(value: Any) -> Budget | None:
+    if value is None or isinstance(value, Budget):
+        return value
+    return Budget.parse(value) if isinstance(value, str) else Budget(value)

@@ -1,7 +1,4 @@
-"""What is measured, and on what: a model and a dataset's prompts.
-
-What a notebook gave becomes a plan, or one clear error.
-"""
+"""The inputs of a measurement from a notebook: model, prompts and configurations, checked and planned."""
 
 from __future__ import annotations
 
@@ -38,12 +35,12 @@ def load_model(
     seed: int = 0,
     revision: str | None = None,
 ) -> Adapter:
-    """A model to measure: by name, or one that is loaded already.
+    """Return a model to measure: loaded by name, or wrapped where it is loaded already.
 
     Args:
         model: an alias (`smollm2-135m-q4_1`), a hub id, a hub's file (`owner/name:file.gguf`), a folder, a .gguf file,
             `random:<alias>`; or a transformers model, on any device, which is used where it is and left as it was.
-        tokenizer: of a loaded model.
+        tokenizer: the tokenizer of a loaded model.
         dtype: of a model that is loaded by name: auto, float32, bfloat16, float16.
         device: of a model that is loaded by name: auto, cpu, cuda, cuda:1, ….
         seed: of random weights.
@@ -82,21 +79,21 @@ def load_prompts(
     max_tokens: int | None = None,
     chat_template: bool | None = None,
 ) -> Prompts:
-    """The prompts of a dataset as the model gets them.
+    """Return the prompts of a data set, encoded for a model.
 
     Args:
         dataset: `needle`, one of LongBench's 21 names, or a .jsonl file.
-        model: whose tokenizer and chat template count.
-        samples: how many; None: 8, or all where there are fewer.
-        seed: of everything random.
+        model: the model whose tokenizer and chat template encode them.
+        samples: number of prompts; None: 8, or all where there are fewer.
+        seed: seed of everything random.
         data_dir: folder with LongBench's files.
-        lengths: of needle's and RULER's prompts, in tokens.
-        depths: where needle's fact lies, 0 to 1.
-        haystack: needle's, `prose` or `noise`.
-        metric: that grades answers: `f1`, `exact-match`, `rouge-l` or `exact-number`; empty: a data set's own, and for
-            other prompts with accepted answers f1.
+        lengths: lengths of needle's and RULER's prompts, tokens.
+        depths: positions of needle's fact, 0 to 1.
+        haystack: needle's filler text, `prose` or `noise`.
+        metric: the metric that grades answers: `f1`, `exact-match`, `rouge-l` or `exact-number`; empty: that of the
+            data set, and f1 for other prompts with accepted answers.
         max_tokens: longer prompts are cut in the middle.
-        chat_template: None: where the tokenizer has one and the dataset goes with one.
+        chat_template: use the model's chat template; None: where the tokenizer has one and the data set suits it.
 
     Raises UnknownNameError, DatasetError, ConfigError.
     """
@@ -111,17 +108,17 @@ CONFIGS = "configurations, as pk.grid makes them"
 _Kind = TypeVar("_Kind")
 
 
-def planned(
+def make_plan(
     model: Adapter,
     prompts: Iterable[Prompt],
     configs: Iterable[EvictionConfig],
     settings: Settings,
     resources: Resources,
-    kept: bool = False,
+    resumable: bool = False,
 ) -> Plan:
-    """The plan; with `kept` a given model's weights are told apart from all others: its trace may be gone on with."""
-    chosen = unique(map(policies.normalise, all_of(EvictionConfig, configs, CONFIGS)))
-    held = held_prompts(prompts)
+    """Return the plan of a run; a `resumable` one identifies a loaded model by a fingerprint of its weights."""
+    chosen = unique(map(policies.normalise, as_tuple(EvictionConfig, configs, CONFIGS)))
+    collected = collect_prompts(prompts)
     check_model(model)
     for config in chosen:
         compatibility.check(config, settings.cache)
@@ -129,31 +126,31 @@ def planned(
     scores = head_scores.from_rows(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
     files = ModelFiles.from_adapter(model)
-    if kept and files.revision == user_model.GIVEN:
+    if resumable and files.revision == user_model.GIVEN:
         files = replace(files, revision=user_model.fingerprint(model))
     placement = Placement(model.dtype, torch.device(model.device))
-    return plan(files, placement, held, chosen, replace(settings, head_scores=scores), resources, model)
+    return plan(files, placement, collected, chosen, replace(settings, head_scores=scores), resources, model)
 
 
-def held_prompts(prompts: Iterable[Prompt]) -> Prompts:
-    """One prompt, a series of them, or what `load_prompts` gives. Raises ConfigError for anything else."""
+def collect_prompts(prompts: Iterable[Prompt]) -> Prompts:
+    """Return one prompt, or any series of them, as `Prompts`. Raises ConfigError for anything else."""
     if isinstance(prompts, Prompts):
         return collect(prompts)
-    return collect(all_of(Prompt, prompts, "prompts: pk.Prompt.from_text"))
+    return collect(as_tuple(Prompt, prompts, "prompts: pk.Prompt.from_text"))
 
 
-def all_of(kind: type[_Kind], given: Any, what: str) -> tuple[_Kind, ...]:
-    """One object, or any series of them, as a tuple. Raises ConfigError for anything else."""
-    listed = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
-    for one in listed:
+def as_tuple(kind: type[_Kind], value: Any, what: str) -> tuple[_Kind, ...]:
+    """Return one object, or any series of them, as a tuple. Raises ConfigError for anything else."""
+    items = (value,) if isinstance(value, kind) or not isinstance(value, Iterable) else tuple(value)
+    for one in items:
         if not isinstance(one, kind):
             msg = f"expected {what}; got {type(one).__name__}"
             raise ConfigError(msg)
-    return listed
+    return items
 
 
 def check_model(model: Any) -> None:
-    """Raise ModelError for what `load_model` did not give."""
+    """Raise ModelError for anything but a model from `load_model`."""
     if not isinstance(model, Adapter):
         msg = f"expected a model from pk.load_model, got {type(model).__name__}"
         raise ModelError(msg)

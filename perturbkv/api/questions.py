@@ -1,7 +1,4 @@
-"""One configuration's kept sets in some layers or heads, another's in the rest: which of them decide what comes out.
-
-How far kept sets are from the best ones.
-"""
+"""The open questions that run a model: patching of kept sets, and their gap to the best kept sets."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perturbkv.api.inputs import CONFIGS, all_of, planned
+from perturbkv.api.inputs import CONFIGS, as_tuple, make_plan
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, PatchingConfig, check_sides, greedy_count, permutation_count
@@ -23,13 +20,13 @@ from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.chain import with_references
-from perturbkv.optimum.search import FoundSets
+from perturbkv.optimum.search import SearchResults
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
-from perturbkv.pipeline.run.searching import Searches
-from perturbkv.pipeline.variants.mixtures import Measuring, Told, rows_of, shape_of
+from perturbkv.pipeline.run.searching import SearchSettings
+from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, rows_per_batch
 from perturbkv.storage.json_lines import open_sample_lines
 from perturbkv.storage.output import Lock, translate_os_errors
 from perturbkv.storage.patching_file import PatchingStore
@@ -57,21 +54,21 @@ def patching(
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Patching:
-    """Which layers or heads decide what comes out? The treatment's kept sets in some of them, the baseline's elsewhere.
+    """Find the layers or heads that decide the output: the treatment's kept sets in some, the baseline's elsewhere.
 
-    A prompt is read once; every mixture of both sides' kept sets is then a row of a batch, really evicted. Drift, KL
-    and propagated perturbation are METHOD's, of the whole run with that mixture.
+    A prompt has one prefill; every mixture of both sides' kept sets is then a row of a batch, really evicted. Drift, KL
+    and propagated perturbation are those of METHOD, of the whole run with that mixture.
 
     Args:
         model: from `load_model`.
         prompts: from `load_prompts`, or any series of `Prompt`.
-        baseline: whose kept sets are everywhere at first.
+        baseline: the configuration whose kept sets are everywhere at first.
         treatment: a configuration of the same granularity.
-        question: whose kept sets are switched, and what is looked at.
+        question: the layers or heads that are switched, and the outcome.
         settings: as in `measure`; answers are graded.
-        path: a file where measurements are kept as they come; the same call goes on from there, and other players,
-            orders, outcomes and steps of the same run use what is there.
-        overwrite: replace those of another run.
+        path: a file of the measurements, each written at once; the same call resumes from it, and other players,
+            orders, outcomes and steps of the same run reuse them.
+        overwrite: replace the measurements of another run.
         wait: where another process writes there, wait until it is done.
         resources: memory and kernels.
         progress: whether a bar is shown.
@@ -88,20 +85,20 @@ def patching(
     (['treatment everywhere', 'treatment in 0'], 4)
     """
     check_sides(baseline, treatment)
-    ready = planned(model, prompts, (baseline, treatment), settings, resources, kept=path is not None)
-    with bar("mixtures", shown=progress) as drawn, user_model.eval_mode(model):
-        return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, drawn.at)
+    ready = make_plan(model, prompts, (baseline, treatment), settings, resources, resumable=path is not None)
+    with bar("mixtures", shown=progress) as progress_bar, user_model.eval_mode(model):
+        return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, progress_bar.update)
 
 
-def game_of(ready: Plan, asked: PatchingConfig) -> Game:
-    """Players and mixtures of a planned run, of which everything is known to be possible. Raises ConfigError."""
-    config, shape = ready.files.config, shape_of(ready)
+def game_of(ready: Plan, question: PatchingConfig) -> Game:
+    """Return the players and mixtures of a planned run. Raises ConfigError where they cannot be measured."""
+    config, shape = ready.files.config, ready.shape
     check_sides(*ready.run.configs)
-    if asked.outcome == "score" and not ready.run.generate:
+    if question.outcome == "score" and not ready.run.generate:
         msg = "outcome score (--outcome score) expects answers; ask for them with --answers (Settings(generate=None))"
         raise ConfigError(msg)
-    if asked.step >= ready.run.steps:
-        msg = f"expected a step from 0 to {ready.run.steps - 1}, got {asked.step}; --steps {asked.step + 1} records it"
+    if (step := question.step) >= ready.run.steps:
+        msg = f"expected a step from 0 to {ready.run.steps - 1}, got {step}; --steps {step + 1} records it"
         raise ConfigError(msg)
     if not any(_evicts(ready, prompt) for prompt in ready.prompts):
         longest = max(len(prompt.parts(ready.run.scenario)[0]) for prompt in ready.prompts)
@@ -112,70 +109,70 @@ def game_of(ready: Plan, asked: PatchingConfig) -> Game:
         raise ConfigError(msg)
     granularity = ready.run.configs[0].granularity.name
     heads = shape.heads if granularity == "query" else shape.kv_heads
-    game = Game.from_config(asked, layer_types.measured_layers(config), heads, granularity)
-    greedy_count(asked, len(game.players), len(ready.prompts))
+    game = Game.from_config(question, layer_types.measured_layers(config), heads, granularity)
+    greedy_count(question, len(game.players), len(ready.prompts))
     return game
 
 
-def cost(ready: Plan, asked: PatchingConfig, game: Game) -> dict[str, int]:
-    """Mixtures of each prompt that a question takes at most, by what they are for, and how many make a batch."""
+def cost(ready: Plan, question: PatchingConfig, game: Game) -> dict[str, int]:
+    """Return the most mixtures that a question measures per prompt, by purpose, and the rows of a batch."""
     from perturbkv.analyses.stats import coalition
 
     players, samples = len(game.players), len(ready.prompts)
-    drawn = permutation_count(asked, players)
-    orders = None if drawn is None else coalition.draw_orders(players, drawn, asked.seed)
-    of_shapley = len(coalition.required_coalitions(players, orders))
-    count = greedy_count(asked, players, samples)
-    of_greedy = sum(players - done for done in range(count)) + count
+    drawn = permutation_count(question, players)
+    orders = None if drawn is None else coalition.draw_orders(players, drawn, question.seed)
+    shapley = len(coalition.required_coalitions(players, orders))
+    count = greedy_count(question, players, samples)
+    greedy = sum(players - done for done in range(count)) + count
     named = 2 + len(game.mixtures) - 1
-    rows = min(rows_of(prompt, ready.resolved, shape_of(ready), ready.resources) for prompt in ready.prompts)
-    total = named + of_shapley + of_greedy
-    return {"named": named, "shapley": of_shapley, "greedy": of_greedy, "mixtures": total, "rows": rows}
+    rows = min(rows_per_batch(prompt, ready.resolved, ready.shape, ready.resources) for prompt in ready.prompts)
+    total = named + shapley + greedy
+    return {"named": named, "shapley": shapley, "greedy": greedy, "mixtures": total, "rows": rows}
 
 
 def run_patching(
     ready: Plan,
-    asked: PatchingConfig,
+    question: PatchingConfig,
     path: Path | None = None,
     overwrite: bool = False,
     wait: bool = False,
-    told: Told = lambda done, total: None,
+    told: Progress = lambda done, total: None,
 ) -> Patching:
-    """Measure what a question lacks and answer it, as `patching` does of a plan.
+    """Measure the mixtures that a question lacks and answer it, as `patching` of a planned run.
 
     Raises InterruptedRunError on Ctrl-C.
     """
-    game = game_of(ready, asked)
+    game = game_of(ready, question)
     if path is None:
-        return _answered(Measuring(ready, game, PatchingStore(ready.run, game.kept_heads), told), asked)
+        return _answer(MixtureMeasurer(ready, game, PatchingStore(ready.run, game.kept_heads), told), question)
     with Lock(path, wait), translate_os_errors(path):
         from perturbkv.analyses.json_values import provenance_object
 
-        about = provenance_object(provenance(ready))
-        store = PatchingStore(ready.run, game.kept_heads, path, overwrite, about)
+        made_with = provenance_object(provenance(ready))
+        store = PatchingStore(ready.run, game.kept_heads, path, overwrite, made_with)
         try:
-            return _answered(Measuring(ready, game, store, told), asked)
+            return _answer(MixtureMeasurer(ready, game, store, told), question)
         except KeyboardInterrupt:
             raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
 
 
-def _answered(measuring: Measuring, asked: PatchingConfig) -> Patching:
+def _answer(measuring: MixtureMeasurer, question: PatchingConfig) -> Patching:
     from perturbkv.analyses.questions.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
     game, store = measuring.game, measuring.store
-    drawn = permutation_count(asked, len(game.players))
-    orders = None if drawn is None else coalition.draw_orders(len(game.players), drawn, asked.seed)
-    passed = coalition.required_coalitions(len(game.players), orders)
-    found = cost(measuring.ready, asked, game)
-    measuring.expect(found["mixtures"], again=found["greedy"] > 0)
-    measuring.everywhere([game.mixture(one) for one in passed])
-    paths = _greedy(measuring, asked)
-    return patching_result(store, game, asked, orders, paths, _digest(store.path))
+    drawn = permutation_count(question, len(game.players))
+    orders = None if drawn is None else coalition.draw_orders(len(game.players), drawn, question.seed)
+    coalitions = coalition.required_coalitions(len(game.players), orders)
+    counts = cost(measuring.planned, question, game)
+    measuring.expect(counts["mixtures"], repeated=counts["greedy"] > 0)
+    measuring.measure_all([game.mixture(one) for one in coalitions])
+    paths = _greedy_paths(measuring, question)
+    return patching_result(store, game, question, orders, paths, _digest(store.path))
 
 
-def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
-    """Both paths, one round after the other: each half chooses among mixtures that it alone has to measure."""
+def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[GreedyPath]:
+    """Return both greedy paths: in each round one half of the samples chooses, and the other half judges at the end."""
     from perturbkv.analyses.questions.patching.patching_values import (
         MixtureOutcomes,
         coalition_outcomes,
@@ -183,21 +180,21 @@ def _greedy(measuring: Measuring, asked: PatchingConfig) -> list[GreedyPath]:
     )
     from perturbkv.analyses.stats.coalition import GreedyPath, draw_halves
 
-    measured = MixtureOutcomes(measuring.store, measuring.game, asked.step)
+    measured = MixtureOutcomes(measuring.store, measuring.game, question.step)
     players, samples = len(measuring.game.players), measured.samples
-    count = greedy_count(asked, players, len(samples))
+    count = greedy_count(question, players, len(samples))
     if count == 0:
         return []
-    first, second = draw_halves(len(samples), asked.seed)
+    first, second = draw_halves(len(samples), question.seed)
     paths = [GreedyPath(first, second), GreedyPath(second, first)]
     for _ in range(count):
         for chosen in paths:
             candidates = chosen.candidates(players)
-            measuring.of(candidates, [samples[place] for place in chosen.choosing])
-            own = measured.select(chosen.choosing)
-            chosen.choose(coalition_outcomes(own, candidates, asked.outcome), sign_of_better(asked.outcome))
+            measuring.measure_coalitions(candidates, [samples[index] for index in chosen.choosing])
+            half = measured.select(chosen.choosing)
+            chosen.choose(coalition_outcomes(half, candidates, question.outcome), sign_of_better(question.outcome))
     for chosen in paths:
-        measuring.of(chosen.coalitions(), [samples[place] for place in chosen.judging])
+        measuring.measure_coalitions(chosen.coalitions(), [samples[index] for index in chosen.judging])
     return paths
 
 
@@ -210,7 +207,7 @@ def _digest(path: Path | None) -> str:
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-_SEARCHING_DEFAULT, _SEARCHES = Resources(), Searches()
+_SEARCHES = SearchSettings()
 
 
 def regret(
@@ -225,10 +222,10 @@ def regret(
     seed: int = 0,
     path: str | Path | None = None,
     overwrite: bool = False,
-    resources: Resources = _SEARCHING_DEFAULT,
+    resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Regret:
-    """How far is each method from the best kept set of its size, head by head, by isolated L (METHOD)?.
+    """Measure how far each method is from the best kept set of its size, per head, by isolated L (METHOD).
 
     On the prompts, entries of the best given set are swapped until no swap helps: the best known set. On a prefix of
     64 tokens with 16 kept, integer programs find the best there is, and prove it.
@@ -238,12 +235,12 @@ def regret(
         prompts: from `load_prompts`.
         configs: from `grid`: one window, a kept set per query head, uniform budgets. What each would keep
             without pooling and stages, and with the query known, is added.
-        heads: searched of each prompt, at most; drawn anew for each.
-        proven: heads of each prompt's prefix, likewise.
-        seconds: at most for each head and method of search.
+        heads: most heads that are searched of each prompt; drawn anew for each.
+        proven: most heads of each prompt's prefix, likewise.
+        seconds: most seconds for each head and method of search.
         scenario: as in `Settings`.
-        seed: of the draws.
-        path: a jsonl file; a killed run goes on with the next prompt. None: everything stays in memory.
+        seed: seed of the draws.
+        path: a jsonl file; a killed run resumes with the next prompt. None: everything stays in memory.
         overwrite: replace a file of another question.
         resources: memory and kernels.
         progress: whether a bar is shown.
@@ -257,28 +254,30 @@ def regret(
     >>> [one.config.selection.name for one in found.parts[0].methods]
     ['two-stage', 'two-stage', 'hindsight']
     """
-    asked = Searches(heads, proven, seconds, seed=seed)
-    chosen = with_references(all_of(EvictionConfig, configs, CONFIGS))
-    searching.check(chosen, asked)
-    ready = planned(model, prompts, chosen, Settings(scenario=scenario), resources, kept=path is not None)
-    with bar("samples", shown=progress) as drawn, user_model.eval_mode(model):
-        return searched(ready, asked, None if path is None else Path(path), drawn.at, overwrite=overwrite)
+    searches = SearchSettings(heads, proven, seconds, seed=seed)
+    chosen = with_references(as_tuple(EvictionConfig, configs, CONFIGS))
+    searching.check(chosen, searches)
+    ready = make_plan(model, prompts, chosen, Settings(scenario=scenario), resources, resumable=path is not None)
+    with bar("samples", shown=progress) as progress_bar, user_model.eval_mode(model):
+        return run_search(
+            ready, searches, None if path is None else Path(path), progress_bar.update, overwrite=overwrite
+        )
 
 
-def searched(
+def run_search(
     ready: Plan,
-    asked: Searches,
+    searches: SearchSettings,
     path: Path | None,
-    finished: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
     *,
     overwrite: bool = False,
     wait: bool = False,
 ) -> Regret:
-    """What a plan's searches say; those that lie in the file of the same question are not made again."""
+    """Run the searches of a plan that its file lacks, and return the result of all."""
     from perturbkv.analyses.json_values import provenance_object
     from perturbkv.analyses.questions.regret.regret import regret_of
 
-    told = {"run": json.loads(ready.run.to_json()), "searches": asdict(asked)}
-    with open_sample_lines(path, told, overwrite, wait) as lines:
-        rows = searching.search_samples(ready, asked, lines, finished)
-    return regret_of(FoundSets(ready.run, rows, asdict(asked), provenance_object(provenance(ready))))
+    header = {"run": json.loads(ready.run.to_json()), "searches": asdict(searches)}
+    with open_sample_lines(path, header, overwrite, wait) as lines:
+        rows = searching.search_samples(ready, searches, lines, progress)
+    return regret_of(SearchResults(ready.run, rows, asdict(searches), provenance_object(provenance(ready))))

@@ -1,4 +1,4 @@
-"""A whole audit: every prompt in every situation, plain use, and the loss of the kept sets."""
+"""Audits: every prompt in every situation, plain use of the cache, and the loss of the kept sets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.external_run import plain_use, run
-from perturbkv.auditing.positions_file import KeptFile, prompt_of
-from perturbkv.auditing.positions_file import audited as of_file
+from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
@@ -61,33 +60,39 @@ def audit(
     prompts: Sequence[Prompt],
     eviction: Eviction | KeptFile,
     settings: Settings,
-    about: Mapping[str, str],
+    source: Mapping[str, str],
     resources: Resources = _DEFAULT,
     progress: Callable[[], object] = lambda: None,
 ) -> AuditTrace:
-    """Measure an eviction; one that cannot be read gives a trace that says why.
+    """Measure an eviction; the trace of one that cannot be read has the reason.
 
-    Raises ConfigError and DatasetError for prompts that do not fit, ModelError for an attention that takes no masks.
+    `source` is the provenance of the prompts. Raises ConfigError and DatasetError for prompts that do not fit,
+    ModelError for an attention that takes no masks.
     """
     reference.check(adapter)
-    used = (prompt_of(eviction, prompts),) if isinstance(eviction, KeptFile) else tuple(prompts)
-    for prompt in prompts:  # a file's own tokens are its own affair
+    used = (select_prompt(eviction, prompts),) if isinstance(eviction, KeptFile) else tuple(prompts)
+    for prompt in prompts:  # tokens of a file are checked with its positions
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
         _check_length(adapter, prompt, situations.token_count(settings.steps, settings.situations))
     kind = POSITIONS if isinstance(eviction, KeptFile) else eviction.kind
     blank = AuditTrace(
-        eviction.name, kind, _about(adapter, about, len(used)), len(adapter.layers), adapter.heads, adapter.kv_heads
+        eviction.name,
+        kind,
+        _provenance(adapter, source, len(used)),
+        len(adapter.layers),
+        adapter.heads,
+        adapter.kv_heads,
     )
     try:
         runs = []
         for prompt in used:
-            runs += _prompt(adapter, prompt, eviction, settings)
+            runs += _audit_prompt(adapter, prompt, eviction, settings)
             progress()
-        found = dataclasses.replace(blank, runs=tuple(runs), plain=_plain(adapter, used[0], eviction))
+        trace = dataclasses.replace(blank, runs=tuple(runs), plain=_measure_plain_use(adapter, used[0], eviction))
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
-    return _with_losses(found, adapter, used, resources) if settings.losses else found
+    return _with_losses(trace, adapter, used, resources) if settings.losses else trace
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
@@ -100,7 +105,7 @@ def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
         raise ConfigError(msg)
 
 
-def _about(adapter: Adapter, about: Mapping[str, str], samples: int) -> dict[str, str]:
+def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
     return {
         "model": adapter.name,
         "random_weights": str(adapter.random_weights).lower(),
@@ -110,25 +115,28 @@ def _about(adapter: Adapter, about: Mapping[str, str], samples: int) -> dict[str
         "perturbkv_version": perturbkv.__version__,
         "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
-        **about,
+        **source,
     }
 
 
-def _prompt(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings) -> list[AuditRun]:
+def _audit_prompt(
+    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings
+) -> list[AuditRun]:
     """Measure all situations of one prompt; a file of positions has only the first."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
-        return [of_file(adapter, ids, eviction, prompt.sample_id)]
+        return [audit_file(adapter, ids, eviction, prompt.sample_id)]
     tokens = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
     full = reference.read(adapter, situations.situation("single", ids, tokens, 1))
-    floors, found = reference.entry_floors(adapter, ids, full), []
+    floors, results = reference.entry_floors(adapter, ids, full), []
     for name in settings.situations:
-        made = situations.situation(name, ids, tokens, settings.steps)
-        found += run(adapter, eviction, made, floors, full if made.rows == 1 else None).audited(prompt.sample_id)
-    return found
+        situation = situations.situation(name, ids, tokens, settings.steps)
+        full_cache = full if situation.rows == 1 else None
+        results += run(adapter, eviction, situation, floors, full_cache).results(prompt.sample_id)
+    return results
 
 
-def _plain(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> PlainUse | None:
+def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> PlainUse | None:
     """Return the plain use of the cache; None where it has its own decoding or the prompt cannot be read."""
     if isinstance(eviction, KeptFile) or eviction.decode is not None:
         return None
@@ -137,33 +145,33 @@ def _plain(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> P
         return plain_use(adapter, eviction, situations.situation("single", ids, ids[-1:], 1))
     except UnreadableCacheError:
         raise
-    except Exception:  # what reading raises, the runs say
+    except Exception:  # the runs record what reading raises
         return None
 
 
-def _with_losses(found: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:
+def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:
     """Add the loss of each prompt's kept sets in the situation `single`."""
-    kept = [_kept(found, prompt.sample_id) for prompt in prompts]
-    whole = [one for one in kept if one is not None]
-    if len(whole) < len(kept):
-        return dataclasses.replace(found, lossless="no kept sets per key/value head were found")
-    if not all(len(own) for sets in whole for layer in sets for own in layer):
-        return dataclasses.replace(found, lossless="some kept set is empty")
+    kept = [_kept_sets(trace, prompt.sample_id) for prompt in prompts]
+    known = [one for one in kept if one is not None]
+    if len(known) < len(kept):
+        return dataclasses.replace(trace, lossless="no kept sets per key/value head were found")
+    if not all(len(own) for sets in known for layer in sets for own in layer):
+        return dataclasses.replace(trace, lossless="some kept set is empty")
     try:
-        measured = loss.measure(adapter, prompts, whole, resources)
+        measured = loss.measure(adapter, prompts, known, resources)
     except PerturbkvError as error:
-        return dataclasses.replace(found, lossless=str(error))
+        return dataclasses.replace(trace, lossless=str(error))
     return dataclasses.replace(
-        found, losses=measured.losses, protected=measured.protected, configs=measured.configs, freed=measured.freed
+        trace, losses=measured.losses, protected=measured.protected, configs=measured.configs, freed=measured.freed
     )
 
 
-def _kept(found: AuditTrace, sample: str) -> loss.Sets | None:
+def _kept_sets(trace: AuditTrace, sample: str) -> loss.Sets | None:
     """Return a prompt's kept sets per key/value head; None where they are unknown, or differ within a group."""
-    for one in found.runs:
+    for one in trace.runs:
         if one.sample == sample and one.row == 0 and one.entries is not None:
-            if one.entries.heads == found.kv_heads:
+            if one.entries.heads == trace.kv_heads:
                 return one.entries.kept
-            if len(one.entries.repeated) == found.layers:
-                return tuple(layer[:: found.query_heads // found.kv_heads] for layer in one.entries.kept)
+            if len(one.entries.repeated) == trace.layers:
+                return tuple(layer[:: trace.query_heads // trace.kv_heads] for layer in one.entries.kept)
     return None

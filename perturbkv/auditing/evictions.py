@@ -1,4 +1,4 @@
-"""Evictions that can be audited, and how a user names one.
+"""Evictions that can be audited, and the texts that name them.
 
 An eviction reads prompts and returns an evicted cache, and may have its own decoding: a function or class, given as an
 object or as `file.py:name(option=…)`, or a press of kvpress, at the ratio that its budget asks for. A file of kept
@@ -39,10 +39,10 @@ Decode = Callable[[Any, Any, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Eviction:
-    """A foreign eviction.
+    """An external eviction.
 
     Attributes:
-        name: as its user wrote it.
+        name: the text that names it.
         kind: function, cache class or press.
         evict: reads prompts, returns a transformers cache.
         decode: its own decoding, where it has one.
@@ -62,47 +62,46 @@ class Eviction:
         return cache
 
 
-def eviction(made: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None) -> Eviction:
-    """Return the eviction of a function or a cache class, `options` being its keyword arguments.
+def eviction(given: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None) -> Eviction:
+    """Return the eviction by a function or a cache class, with `options` as its keyword arguments.
 
     `decode` is used where it has no decoding of its own. Raises ConfigError for any other object, and for options that
     it does not take.
     """
-    chosen, own = dict(options or {}), getattr(made, "decode", None) or decode
-    if inspect.isclass(made) and issubclass(made, Cache):
-        _check_options(made, name, chosen)
-        _check_made(made, name, chosen)
-        return Eviction(name, CLASS, _cache_class_reader(lambda: made(**chosen)), own)
-    if inspect.isclass(made) or not callable(made):
-        msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {made!r}"
+    arguments, decode = dict(options or {}), getattr(given, "decode", None) or decode
+    if inspect.isclass(given) and issubclass(given, Cache):
+        _check_options(given, name, arguments)
+        _check_constructible(given, name, arguments)
+        return Eviction(name, CLASS, _cache_class_reader(lambda: given(**arguments)), decode)
+    if inspect.isclass(given) or not callable(given):
+        msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {given!r}"
         raise ConfigError(msg)
-    _check_options(made, name, chosen, _TAKES)
-    return Eviction(name, FUNCTION, lambda *given: made(*given, **chosen), own)
+    _check_options(given, name, arguments, _TAKES)
+    return Eviction(name, FUNCTION, lambda *inputs: given(*inputs, **arguments), decode)
 
 
 def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
     """Return an eviction that passes a cache of this class to the plain model as `past_key_values`."""
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        cache, padded = build(), {}
-        if not bool(attention_mask.all()):
-            places = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
-            padded = {"attention_mask": attention_mask, "position_ids": places}
-        model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padded)
+        cache, padding = build(), _padding_arguments(attention_mask)
+        model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
         return cache
 
     return evict
 
 
-def _check_options(made: Any, name: str, options: Mapping[str, Any], given: tuple[str, ...] = ()) -> None:
+def _check_options(given: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:
     """Raise ConfigError where the function or class cannot be called with these options."""
-    signature = inspect.signature(made)
+    signature = inspect.signature(given)
     try:
-        signature.bind(*given, **options)
+        signature.bind(*inputs, **options)
     except TypeError as error:
-        takes = [one for one in signature.parameters.values() if one.name not in given]
+        takes = [one for one in signature.parameters.values() if one.name not in inputs]
         known = ", ".join(map(str, takes)) or "nothing"
-        msg = f"{name} cannot be called like this ({error}); it takes {', '.join(given)}{'; ' if given else ''}{known}"
+        msg = (
+            f"{name} cannot be called like this ({error}); it takes {', '.join(inputs)}{'; ' if inputs else ''}{known}"
+        )
         raise ConfigError(msg) from None
     for option, value in options.items():
         _check_kind(signature.parameters.get(option), option, value, name)
@@ -120,17 +119,17 @@ def _check_kind(parameter: inspect.Parameter | None, option: str, value: Any, na
 
 def _kind(parameter: inspect.Parameter) -> type | None:
     """Return an option's plain type, float for an unannotated number; None where it is unknown or a union."""
-    written, default = parameter.annotation, parameter.default
-    if written is inspect.Parameter.empty:
+    annotation, default = parameter.annotation, parameter.default
+    if annotation is inspect.Parameter.empty:
         return float if type(default) is int else type(default) if type(default) in KINDS else None
-    said = written.__name__ if isinstance(written, type) else str(written).removesuffix(" | None")
-    return {kind.__name__: kind for kind in KINDS}.get(said)
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removesuffix(" | None")
+    return {kind.__name__: kind for kind in KINDS}.get(name)
 
 
-def _check_made(made: type[Cache], name: str, options: Mapping[str, Any]) -> None:
+def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError where the class cannot be instantiated with these options, before a model is loaded."""
     try:
-        made(**options)
+        cache_class(**options)
     except Exception as error:
         msg = f"{name} cannot be made: {format_error(error)}"
         raise ConfigError(msg) from error
@@ -139,31 +138,34 @@ def _check_made(made: type[Cache], name: str, options: Mapping[str, Any]) -> Non
 def press_eviction(text: str, budget: Budget) -> Eviction:
     """Return the eviction by the press `kvpress:NAME(…)`, which keeps `budget` of each prompt.
 
-    Raises ConfigError or UnknownNameError as `kvpress.Press.completed`.
+    Raises the ConfigError or UnknownNameError of `kvpress.Press.completed`.
     """
     choice = kvpress.policy_class(parse(text).name).complete(parse(text))
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         cache, press, tokens = DynamicCache(), kvpress.build(choice), input_ids.shape[1]
         set_ratio(press, tokens, min(tokens, budget.tokens(tokens)))
-        padded = {} if bool(attention_mask.all()) else _padded(attention_mask)
+        padding = _padding_arguments(attention_mask)
         with kvpress.quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
-            model.model(input_ids=input_ids.clone(), past_key_values=cache, **padded)
+            model.model(input_ids=input_ids.clone(), past_key_values=cache, **padding)
         return cache
 
     return Eviction(text, PRESS, evict)
 
 
-def _padded(attention_mask: Tensor) -> dict[str, Tensor]:
-    places = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
-    return {"attention_mask": attention_mask.clone(), "position_ids": places.clone()}
+def _padding_arguments(attention_mask: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of a model's call for padded prompts; none where nothing is padded."""
+    if bool(attention_mask.all()):
+        return {}
+    positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    return {"attention_mask": attention_mask.clone(), "position_ids": positions.clone()}
 
 
-_WRITTEN = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
+_FORMS = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
 
 
 def load(given: Any, budget: Budget | None = None) -> Eviction | KeptFile:
-    """Return the eviction, or the file of positions, that a user names; `budget` is for presses alone.
+    """Return the eviction or the file of positions that a text or an object names; `budget` is for presses alone.
 
     Raises ConfigError, PluginError or UnknownNameError in one line for anything that cannot be audited.
     """
@@ -194,7 +196,7 @@ def _parse(text: str) -> Eviction | KeptFile:
     choice = parse(text)
     path, colon, name = choice.name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        msg = f"expected an eviction as {_WRITTEN}, got '{text}'"
+        msg = f"expected an eviction as {_FORMS}, got '{text}'"
         raise ConfigError(msg)
     module = load_module(Path(path))
     return eviction(_lookup(module, name, path), text, _options(choice, text), getattr(module, "decode", None))
@@ -204,8 +206,8 @@ def _lookup(module: ModuleType, name: str, path: str) -> Any:
     """Return a file's object of this name. Raises UnknownNameError with the names that the file defines."""
     own = [
         one
-        for one, held in vars(module).items()
-        if callable(held) and getattr(held, "__module__", "") == module.__name__
+        for one, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
     if not hasattr(module, name):
         raise UnknownNameError(name, f"name in {path}", own)

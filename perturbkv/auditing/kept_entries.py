@@ -1,4 +1,4 @@
-"""Finding a foreign cache's entries among the prompt's, and naming how they were changed (METHOD: Audit, 1 and 2).
+"""Matching of an external cache's entries with the prompt's, and names of their changes (METHOD: Audit, 1 and 2).
 
 Entries are matched at every forward pass. An entry that differs from the full cache's is tested for known changes: a
 rotation, a quantisation, another head's entry.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv.audit_trace import CacheEntries, Integers
-from perturbkv.auditing.reference import EntryFloors, Seen, visible
+from perturbkv.auditing.reference import EntryFloors, ForwardPass, visible
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
 from perturbkv.errors import UnreadableCacheError
@@ -25,16 +25,16 @@ from perturbkv.models.adapter import Adapter
 
 
 @dataclass
-class Reading:
-    """The entries of one eviction's caches in one situation, pass by pass.
+class EntryTracker:
+    """The entries of an eviction's caches in one situation, matched pass by pass.
 
     Attributes:
         full: the plain model's entries of the prompts.
         masks: per forward pass and layer (row, kept_head, entry) True where an entry of a prompt, or one decoded
             before, is attended to; padding left out.
         first: per row and layer the entries at the first pass.
-        attended: per row and layer (kept_head, entry) which of those entries the attention sees.
-        held: per layer the cache's own keys and values.
+        attended: per row and layer (kept_head, entry) True where the attention sees that entry.
+        cached: per layer the keys and values of the cache at the first pass.
         changed: per row, passes at which entries went or changed.
     """
 
@@ -44,207 +44,207 @@ class Reading:
     masks: list[list[Tensor]] = field(default_factory=list)
     first: list[list[LayerKept]] = field(default_factory=list)
     attended: list[list[Tensor]] = field(default_factory=list)
-    held: Layers = field(default_factory=list)
+    cached: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
-    _own: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+    _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def take(self, seen: Seen) -> None:
-        """Read the entries that one forward pass attended to. Raises UnreadableCacheError."""
+    def add_pass(self, record: ForwardPass) -> None:
+        """Match the entries that a forward pass attended to. Raises UnreadableCacheError."""
         layers = range(len(self.full))
-        theirs = [seen.before(layer) for layer in layers]
-        shown = [_shown(seen, layer) for layer in layers]
-        if self._is_unchanged(theirs) and all(one is None for one in shown):
+        entries = [record.previous_entries(layer) for layer in layers]
+        attended = [_attended(record, layer) for layer in layers]
+        if self._is_unchanged(entries) and all(one is None for one in attended):
             self.masks.append([_append_new(mask, self._new) for mask in self.masks[-1]])
         else:
-            self._read(theirs, shown)
-        self._own.append([seen.own(layer) for layer in layers])
-        self._last = [(seen.key[layer], seen.value[layer]) for layer in layers]
+            self._match(entries, attended)
+        self._decoded.append([record.new_entries(layer) for layer in layers])
+        self._last = [(record.key[layer], record.value[layer]) for layer in layers]
 
     @property
     def _new(self) -> int:
-        """The number of tokens of the pass that was read last."""
-        return int(self._own[-1][0][0].shape[2])
+        """The number of tokens of the last pass."""
+        return int(self._decoded[-1][0][0].shape[2])
 
-    def _is_unchanged(self, theirs: Layers) -> bool:
-        """Return whether every layer holds exactly the entries of the previous pass and its tokens."""
+    def _is_unchanged(self, entries: Layers) -> bool:
+        """Return whether every layer has exactly the entries of the previous pass and its tokens."""
         return bool(self._last) and all(
-            torch.equal(one, last) for now, before in zip(theirs, self._last, strict=True)
-            for one, last in zip(now, before, strict=True)
+            torch.equal(one, other) for now, last in zip(entries, self._last, strict=True)
+            for one, other in zip(now, last, strict=True)
         )  # fmt: skip
 
-    def _read(self, theirs: Layers, shown: Sequence[Tensor | None]) -> None:
-        """Match every entry with the prompt's and those decoded since."""
-        if len(heads := {keys.shape[1] for keys, _ in theirs}) > 1:
+    def _match(self, entries: Layers, attended: Sequence[Tensor | None]) -> None:
+        """Match every entry with those of the prompt and of the tokens decoded since."""
+        if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
             raise UnreadableCacheError(msg)
-        whole = self._all_entries(theirs)
-        rows = [recover(theirs, whole, row) for row in range(self.situation.rows)]
-        masks, looked = [], []
-        for layer, (keys, _) in enumerate(theirs):
-            seen = shown[layer]
-            attended = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen)
-            masks.append(self._mask([one[layer] for one in rows], attended, whole[layer][0].shape[2]))
-            looked.append(attended)
+        known = self._all_entries(entries)
+        rows = [recover(entries, known, row) for row in range(self.situation.rows)]
+        masks, by_layer = [], []
+        for layer, (keys, _) in enumerate(entries):
+            seen = attended[layer]
+            by_row = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen)
+            masks.append(self._mask([one[layer] for one in rows], by_row, known[layer][0].shape[2]))
+            by_layer.append(by_row)
         if self.first:
             self._note_change(masks)
         else:
-            self.first, self.held, self.changed = rows, theirs, [[] for _ in rows]
-            self.attended = [list(layers) for layers in zip(*looked, strict=True)]
+            self.first, self.cached, self.changed = rows, entries, [[] for _ in rows]
+            self.attended = [list(layers) for layers in zip(*by_layer, strict=True)]
         self.masks.append(masks)
 
-    def _all_entries(self, theirs: Layers) -> list[tuple[Tensor, Tensor]]:
-        """Return the prompts' entries and those decoded since, with as many heads as the foreign cache has."""
-        found = []
+    def _all_entries(self, cached: Layers) -> list[tuple[Tensor, Tensor]]:
+        """Return the entries of the prompts and of the tokens decoded since, with as many heads as the cache has."""
+        layers = []
         for layer, (keys, values) in enumerate(self.full):
-            both = [(keys, values), *(per_heads(one[layer], keys.shape[1]) for one in self._own)]
-            joined = tuple(torch.cat(kind, dim=2) for kind in zip(*both, strict=True))
-            found.append(repeated((joined[0], joined[1]), theirs[layer][0].shape[1]))
-        return found
+            parts = [(keys, values), *(first_of_groups(one[layer], keys.shape[1]) for one in self._decoded)]
+            joined = tuple(torch.cat(kind, dim=2) for kind in zip(*parts, strict=True))
+            layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))
+        return layers
 
     def _mask(self, rows: Sequence[LayerKept], attended: Sequence[Tensor], entries: int) -> Tensor:
-        """Return one layer's mask (row, kept_head, entry), without padding."""
+        """Return the mask (row, kept_head, entry) of a layer, without padding."""
         masks = []
         for one, seen, padding in zip(rows, attended, self.situation.padding, strict=True):
             mask = torch.zeros(len(one.positions), entries, dtype=torch.bool, device=seen.device)
-            for own, places, looked in zip(mask, one.positions, seen, strict=True):
-                own[places[looked & (places >= padding)]] = True
+            for head, positions, attended_by_head in zip(mask, one.positions, seen, strict=True):
+                head[positions[attended_by_head & (positions >= padding)]] = True
             masks.append(mask)
         return torch.stack(masks)
 
     def _note_change(self, masks: Sequence[Tensor]) -> None:
         """Record the rows in which entries went or came back."""
         for row, changed in enumerate(self.changed):
-            before = [_append_new(mask[row : row + 1], self._new) for mask in self.masks[-1]]
-            if any(not torch.equal(one, mask[row : row + 1]) for one, mask in zip(before, masks, strict=True)):
+            expected = [_append_new(mask[row : row + 1], self._new) for mask in self.masks[-1]]
+            if any(not torch.equal(one, mask[row : row + 1]) for one, mask in zip(expected, masks, strict=True)):
                 changed.append(len(self.masks))
 
 
-def repeated(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return a layer's keys and values repeated per query head, where the cache has as many heads."""
+def repeat_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a layer, repeated per query head where the cache has `heads` query heads."""
     times = max(1, heads // layer[0].shape[1])
     if times * layer[0].shape[1] != heads:
         return layer
     return layer[0].repeat_interleave(times, dim=1), layer[1].repeat_interleave(times, dim=1)
 
 
-def per_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return the first head of each group, where a cache stores keys and values once per query head."""
-    every = max(1, layer[0].shape[1] // heads)
-    return layer[0][:, ::every], layer[1][:, ::every]
+def first_of_groups(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """Return the first head of each group where a cache stores keys and values once per query head."""
+    group = max(1, layer[0].shape[1] // heads)
+    return layer[0][:, ::group], layer[1][:, ::group]
 
 
 def _append_new(mask: Tensor, new: int) -> Tensor:
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
-def _shown(seen: Seen, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
-    """Return which entries before the new tokens any of them sees; None where all are."""
-    rows, heads, entries = seen.key[layer].shape[:3]
-    new, hidden = seen.query[layer].shape[2], seen.hidden_keys[layer]
-    allowed = visible(seen.mask[layer], entries, new)
+def _attended(record: ForwardPass, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
+    """Return a mask of the earlier entries that some new token attends to; None where all are."""
+    rows, heads, entries = record.key[layer].shape[:3]
+    new, hidden = record.query[layer].shape[2], record.hidden_keys[layer]
+    allowed = visible(record.mask[layer], entries, new)
     if allowed is None and hidden is None:
         return None
-    found = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=seen.key[layer].device)
+    attended = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=record.key[layer].device)
     if allowed is not None:
         by_mask = allowed.any(dim=-2)[..., : entries - new]
-        found &= by_mask[:, :: max(1, by_mask.shape[1] // heads)]
+        attended &= by_mask[:, :: max(1, by_mask.shape[1] // heads)]
     if hidden is not None:
-        found[tuple(torch.as_tensor(places, device=found.device) for places in hidden)] = False
-    return None if bool(found.all()) else found
+        attended[tuple(torch.as_tensor(index, device=attended.device) for index in hidden)] = False
+    return None if bool(attended.all()) else attended
 
 
 _MOST = 32
-"""Entries of a head that are tested for a rotation."""
+"""Most entries of a head that are tested for a rotation."""
 _NEAR = 0.02
-"""Largest remaining distance, over the entry's length, at which a rotation or a quantisation explains an entry."""
+"""Largest remaining distance, over the length of an entry, at which a rotation explains it."""
 _BITS = (8, 4, 2)
 
 
 def rotations(
-    found: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> Int[Tensor, " entry"] | None:
-    """Return by how many positions, −most to most, each key was rotated in excess; None where no rotation explains it.
+    """Return the positions, −most to most, by which each key is rotated in excess; None where no rotation explains it.
 
     Component i pairs with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
-    one, other = _pairs(found, half), _pairs(full, half)
+    one, other = _complex_pairs(keys, half), _complex_pairs(full, half)
     cross = one * other.conj()
-    shifts = torch.arange(-most, most + 1, device=found.device)
-    angles = shifts.double().unsqueeze(-1) * frequencies.to(found.device).double()
+    shifts = torch.arange(-most, most + 1, device=keys.device)
+    angles = shifts.double().unsqueeze(-1) * frequencies.to(keys.device).double()
     matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T
     best = matched.argmax(dim=0)
-    turned = other * torch.polar(torch.ones_like(angles[best]), angles[best])
+    rotated = other * torch.polar(torch.ones_like(angles[best]), angles[best])
     length = torch.linalg.vector_norm(full.double(), dim=-1)
-    rest = torch.linalg.vector_norm(found[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
-    left = torch.hypot(torch.linalg.vector_norm(one - turned, dim=-1), rest)
-    return shifts[best] if bool((left <= _NEAR * length).all()) else None
+    rest = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
+    distance = torch.hypot(torch.linalg.vector_norm(one - rotated, dim=-1), rest)
+    return shifts[best] if bool((distance <= _NEAR * length).all()) else None
 
 
-def _pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
+def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
     """Return rotary components as complex numbers (entry, frequency)."""
     work = keys.double()
     return torch.complex(work[:, :half], work[:, half : 2 * half])
 
 
 def rotation(
-    found: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
-    places: Int[Tensor, " entry"],
+    positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> str:
-    """Return in words the rotation by which keys differ; empty where there is none.
+    """Return a description of the rotation by which keys differ from the full cache's; empty where there is none.
 
-    `found` are a head's keys in the cache's order, `full` those of the full cache at `places`.
+    `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
     """
-    chosen = torch.linspace(0, len(found) - 1, min(len(found), _MOST), device=found.device).round().long()
-    turned = rotations(found[chosen], full[chosen], frequencies, most)
-    if turned is None or not bool(turned.any()):
+    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST), device=keys.device).round().long()
+    shifts = rotations(keys[chosen], full[chosen], frequencies, most)
+    if shifts is None or not bool(shifts.any()):
         return ""
-    own = places[chosen]
-    if bool((turned == own).all()):
+    own = positions[chosen]
+    if bool((shifts == own).all()):
         return "rotated again, each by its own position"
-    if bool((turned == turned[0]).all()):
-        return f"rotated by {int(turned[0])} more positions"
-    if bool((turned == chosen - own).all()):
+    if bool((shifts == shifts[0]).all()):
+        return f"rotated by {int(shifts[0])} more positions"
+    if bool((shifts == chosen - own).all()):
         return "moved to their places inside the cache"
     return "rotated, each by a number of positions of its own"
 
 
-def quantised(
-    found: Float[Tensor, "entry d_head"],
+def quantisation(
+    entries: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
-    whole: Float[Tensor, "place d_head"],
+    head: Float[Tensor, "position d_head"],
 ) -> str:
-    """Return in words the quantisation that turns `full` into `found`; empty where none does.
+    """Return a description of the quantisation that turns `full` into `entries`; empty where none does.
 
-    Scales are taken per entry, per channel and per head, of the entries that stay and of the `whole` head, from the
-    largest magnitude or from the range.
+    Scales are taken per entry, per channel and per head, over the kept entries and over all entries of the `head`, from
+    the largest magnitude or from the range.
     """
     for bits in _BITS:
-        for words, like in _quantisations(full.float(), whole.float(), bits):
-            off = torch.linalg.vector_norm(found.float() - like, dim=-1)
-            plain = torch.linalg.vector_norm(full.float() - like, dim=-1)
-            if bool((off <= torch.maximum(0.2 * plain, _rounding(found))).float().mean() > 0.95):
+        for words, quantised in _quantisations(full.float(), head.float(), bits):
+            distance = torch.linalg.vector_norm(entries.float() - quantised, dim=-1)
+            plain = torch.linalg.vector_norm(full.float() - quantised, dim=-1)
+            if bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95):
                 return f"quantised to {bits} bits {words}"
     return ""
 
 
-def _rounding(found: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(found.float(), dim=-1)
-    return 2 * torch.finfo(found.dtype).eps * length
+def _rounding(entries: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1)
+    return 2 * torch.finfo(entries.dtype).eps * length
 
 
-def _quantisations(full: Tensor, whole: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
+def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the entries under each quantisation with `bits` bits, with its name."""
-    for words, scaled in (("per entry", full), ("per channel", whole), ("per channel", full), ("per head", whole),
+    for words, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
                           ("per head", full)):  # fmt: skip
-        low, high = _ends(scaled, words)
+        low, high = _range(scaled, words)
         largest = torch.maximum(high, -low)
         for step, zero in (
             (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
@@ -255,7 +255,7 @@ def _quantisations(full: Tensor, whole: Tensor, bits: int) -> Iterator[tuple[str
             yield words, ((full - zero) / safe).round() * safe + zero
 
 
-def _ends(values: Tensor, words: str) -> tuple[Tensor, Tensor]:
+def _range(values: Tensor, words: str) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest value of each group that shares a scale."""
     if words == "per head":
         return values.amin(), values.amax()
@@ -263,130 +263,129 @@ def _ends(values: Tensor, words: str) -> tuple[Tensor, Tensor]:
     return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
 
 
-def matching_head(found: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
-    """Return the head whose entries at the same positions are bit-equal to these; None where no head's are."""
-    return next((head for head, entries in enumerate(full) if torch.equal(entries.to(found.dtype), found)), None)
+def matching_head(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
+    """Return the head whose entries at the same positions are bit-equal to these; None where there is none."""
+    return next((head for head, other in enumerate(full) if torch.equal(other.to(entries.dtype), entries)), None)
 
 
 FLOORS = 4
-"""A difference exceeds this many noise floors (METHOD: Audit)."""
+"""Distances up to this many noise floors are no difference (METHOD: Audit)."""
 _KEYS = 0
 
 
-class Judge:
-    """Comparison of one row's entries, as they were at the first forward pass, with the full cache's."""
+class EntryComparison:
+    """A comparison of the entries of one row at the first forward pass with those of the full cache."""
 
-    def __init__(self, reading: Reading, row: int, floors: EntryFloors) -> None:
-        self.reading, self.row, self.floors = reading, row, floors
-        self.found, self.attended = reading.first[row], reading.attended[row]
-        self.padding = reading.situation.padding[row]
+    def __init__(self, tracker: EntryTracker, row: int, floors: EntryFloors) -> None:
+        self.tracker, self.row, self.floors = tracker, row, floors
+        self.layers, self.attended = tracker.first[row], tracker.attended[row]
+        self.padding = tracker.situation.padding[row]
 
     def entries(self) -> CacheEntries:
-        """Return everything that METHOD's points 1 and 2 ask for."""
-        layers = range(len(self.found))
+        """Return the comparison: kept sets, distances and changes (METHOD: Audit, 1 and 2)."""
+        layers = range(len(self.layers))
         return CacheEntries(
-            kept=tuple(tuple(self._sets(layer, self._kept)) for layer in layers),
-            padded=self._numbers(lambda layer: self._sets(layer, self._padding_count)),
-            strangers=self._numbers(lambda layer: self._sets(layer, _unknown_count)),
-            duplicates=self._numbers(lambda layer: self._sets(layer, _duplicate_count)),
-            unordered=self._numbers(lambda layer: self.found[layer].ascending) == 0,
-            key_distance=self._numbers(lambda layer: self._largest_distances(layer, self.found[layer].key_distance)),
-            value_distance=self._numbers(
-                lambda layer: self._largest_distances(layer, self.found[layer].value_distance)
+            kept=tuple(tuple(self._per_head(layer, self._kept)) for layer in layers),
+            padded=self._per_layer(lambda layer: self._per_head(layer, self._padding_count)),
+            strangers=self._per_layer(lambda layer: self._per_head(layer, _unknown_count)),
+            duplicates=self._per_layer(lambda layer: self._per_head(layer, _duplicate_count)),
+            unordered=self._per_layer(lambda layer: self.layers[layer].ascending) == 0,
+            key_distance=self._per_layer(lambda layer: self._largest_distances(layer, self.layers[layer].key_distance)),
+            value_distance=self._per_layer(
+                lambda layer: self._largest_distances(layer, self.layers[layer].value_distance)
             ),
             key_floor=self.floors.key.double().numpy(),
             value_floor=self.floors.value.double().numpy(),
-            altered=tuple(tuple(self._altered(layer)) for layer in layers),
+            altered=tuple(tuple(self._describe_changes(layer)) for layer in layers),
             repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
-            changed=tuple(self.reading.changed[self.row]),
+            changed=tuple(self.tracker.changed[self.row]),
         )
 
-    def _numbers(self, of: Callable[[int], Any]) -> NDArray[Any]:
-        return np.array([list(of(layer)) for layer in range(len(self.found))])
+    def _per_layer(self, function: Callable[[int], Any]) -> NDArray[Any]:
+        return np.array([list(function(layer)) for layer in range(len(self.layers))])
 
-    def _sets(self, layer: int, of: Callable[[Tensor, Tensor], Any]) -> list[Any]:
-        pairs = zip(self.found[layer].positions, self.attended[layer], strict=True)
-        return [of(places, seen) for places, seen in pairs]
+    def _per_head(self, layer: int, function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        pairs = zip(self.layers[layer].positions, self.attended[layer], strict=True)
+        return [function(positions, seen) for positions, seen in pairs]
 
     def _largest_distances(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
         """Return the largest distance of each head's attended entries."""
         pairs = zip(distances, self.attended[layer], strict=True)
         return [float(one[seen].amax()) if bool(seen.any()) else 0.0 for one, seen in pairs]
 
-    def _kept(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
-        own = places[seen & (places >= self.padding)] - self.padding
-        return np.unique(own.cpu().numpy())
+    def _kept(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
+        kept = positions[seen & (positions >= self.padding)] - self.padding
+        return np.unique(kept.cpu().numpy())
 
-    def _padding_count(self, places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-        return int(((places >= 0) & (places < self.padding) & seen).sum())
+    def _padding_count(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+        return int(((positions >= 0) & (positions < self.padding) & seen).sum())
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores every entry once per query head, and all heads of a group keep the same."""
-        adapter, positions = self.reading.adapter, self.found[layer].positions
+        adapter, positions = self.tracker.adapter, self.layers[layer].positions
         group = adapter.heads // adapter.kv_heads
         if group == 1 or len(positions) != adapter.heads:
             return False
         return all(torch.equal(one, positions[head - head % group]) for head, one in enumerate(positions))
 
-    def _altered(self, layer: int) -> list[str]:
-        """Return in words how each head's keys and values were changed."""
-        found = self.found[layer]
+    def _describe_changes(self, layer: int) -> list[str]:
+        """Return a description of the change of each head's keys and values; empty where they are intact."""
+        entries = self.layers[layer]
         kinds = (
-            ("keys", self._largest_distances(layer, found.key_distance), self.floors.key),
-            ("values", self._largest_distances(layer, found.value_distance), self.floors.value),
+            ("keys", self._largest_distances(layer, entries.key_distance), self.floors.key),
+            ("values", self._largest_distances(layer, entries.value_distance), self.floors.value),
         )
-        said = []
-        for head in range(len(found.positions)):
+        changes = []
+        for head in range(len(entries.positions)):
             far = [kind for kind, (_, distance, floor) in enumerate(kinds) if distance[head] > FLOORS * floor[layer]]
-            if far and self._mismatched(layer, head):
-                said.append("values of other entries than their keys")
+            if far and self._is_mismatched(layer, head):
+                changes.append("values of other entries than their keys")
             else:
-                said.append(", ".join(f"{kinds[k][0]} {self._words(layer, head, k) or 'changed'}" for k in far))
-        return said
+                changes.append(", ".join(f"{kinds[k][0]} {self._describe(layer, head, k) or 'changed'}" for k in far))
+        return changes
 
-    def _mismatched(self, layer: int, head: int) -> bool:
+    def _is_mismatched(self, layer: int, head: int) -> bool:
         """Return whether all keys and all values are bit-equal to the full cache's but come from different entries."""
         seen = self.attended[layer][head]
-        alone = [
-            recover([(_single(theirs[self.row, head, seen]),) * 2], [(_single(self._own(full, layer, head)),) * 2])[0]
-            for theirs, full in zip(self.reading.held[layer], self.reading.full[layer], strict=True)
+        separate = [
+            recover([(_single(cached[self.row, head, seen]),) * 2], [(_single(self._head(full, layer, head)),) * 2])[0]
+            for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True)
         ]
-        exact = not any(bool(one.key_distance[0].any()) for one in alone)
-        return exact and not torch.equal(alone[0].positions[0], alone[1].positions[0])
+        exact = not any(bool(one.key_distance[0].any()) for one in separate)
+        return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 
-    def _own(self, full: Tensor, layer: int, head: int) -> Tensor:
-        """Return the full cache's entries (entry, d_head) of a kept set's head."""
-        return full[self.row][head * full.shape[1] // len(self.found[layer].positions)]
+    def _head(self, full: Tensor, layer: int, head: int) -> Tensor:
+        """Return the full cache's entries (entry, d_head) of the head of a kept set."""
+        return full[self.row][head * full.shape[1] // len(self.layers[layer].positions)]
 
-    def _words(self, layer: int, head: int, kind: int) -> str:
-        """Return the known change of a head's keys or values; empty where none is known."""
-        places = self.found[layer].positions[head]
-        theirs = self.reading.held[layer][kind][self.row, head]
-        placed = (places >= 0) & self.attended[layer][head]
-        theirs, places = theirs[placed], places[placed]
-        if not len(places):
+    def _describe(self, layer: int, head: int, kind: int) -> str:
+        """Return a description of the change of a head's keys or values; empty where it is unknown."""
+        positions = self.layers[layer].positions[head]
+        known = (positions >= 0) & self.attended[layer][head]
+        entries, positions = self.tracker.cached[layer][kind][self.row, head][known], positions[known]
+        if not len(positions):
             return ""
-        full = self.reading.full[layer][kind][self.row]
-        own = self._own(self.reading.full[layer][kind], layer, head)
-        other = matching_head(theirs, full[:, places])
+        full = self.tracker.full[layer][kind]
+        own = self._head(full, layer, head)
+        other = matching_head(entries, full[self.row][:, positions])
         if other is not None:
             return f"of head {other}"
-        if kind == _KEYS and (turned := self._rotation(theirs, own[places], places)):
-            return turned
-        return quantised(theirs, own[places], own)
+        if kind == _KEYS and (shift := self._rotation(entries, own[positions], positions)):
+            return shift
+        return quantisation(entries, own[positions], own)
 
-    def _rotation(self, theirs: Tensor, own: Tensor, places: Int[Tensor, " entry"]) -> str:
-        frequencies, most = self.reading.adapter.frequencies, 2 * self.reading.situation.entries
-        return rotation(theirs, own, places - self.padding, frequencies, most)
-
-
-def _unknown_count(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-    return int((places[seen] == NOWHERE).sum())
+    def _rotation(self, keys: Tensor, full: Tensor, positions: Int[Tensor, " entry"]) -> str:
+        frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
+        return rotation(keys, full, positions - self.padding, frequencies, most)
 
 
-def _duplicate_count(places: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-    placed = places[seen & (places != NOWHERE)]
-    return len(placed) - len(set(placed.tolist()))
+def _unknown_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    return int((positions[seen] == NOWHERE).sum())
+
+
+def _duplicate_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    known = positions[seen & (positions != NOWHERE)]
+    return len(known) - len(set(known.tolist()))
 
 
 def _single(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:

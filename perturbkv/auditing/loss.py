@@ -1,6 +1,6 @@
-"""The loss of foreign kept sets, beside our configurations of equal budget and protection (METHOD: Audit, 4).
+"""The loss of external kept sets, beside our configurations of equal budget and protection (METHOD: Audit, 4).
 
-Foreign kept sets are measured, physically evicted and decoded exactly as ours are.
+External kept sets are physically evicted, decoded and measured exactly as those of our configurations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEFAULT = Resources()
 
 
 def external_configuration(name: str, budget: float) -> EvictionConfig:
-    """Return a configuration `given:NAME` whose kept sets are passed in.
+    """Return a configuration `given:NAME`, whose kept sets are external.
 
     `budget` is the entries of a kept set (an int) or their share of the prompt, as for other configurations of that
     size; the kept sets determine what is really stored.
@@ -43,34 +43,35 @@ def external_configuration(name: str, budget: float) -> EvictionConfig:
 def measure_kept_sets(
     adapter: Adapter,
     prompts: Sequence[Prompt],
-    given: Sequence[KeptMasks],
-    beside: Sequence[EvictionConfig] = (),
+    kept: Sequence[KeptMasks],
+    configs: Sequence[EvictionConfig] = (),
     resources: Resources = _DEFAULT,
     attrs: Mapping[str, str] | None = None,
     **run: Any,
 ) -> Trace:
-    """Return the trace of foreign kept sets, and of our configurations beside them.
+    """Return the trace of external kept sets, and of our configurations beside them.
 
     Args:
         adapter: the model.
         prompts: one or more samples.
-        given: per prompt, configuration and layer a mask (kv_head, key): True where an entry stays.
-        beside: configurations that rank for themselves.
+        kept: per prompt, configuration and layer a mask (kv_head, key): True where an entry stays.
+        configs: our configurations.
         resources: memory and kernels.
         attrs: provenance of the trace.
         run: further fields of `RunConfig`: steps, scenario, dataset, …
 
-    Raises ConfigError for masks of other shapes, and as `trace_sample`.
+    Raises ConfigError for masks of other shapes, and the errors of `trace_sample`.
     """
-    known = {"dataset": "prompts", "dtype": str(adapter.dtype).removeprefix("torch."), "device": adapter.device.type}
-    fields = {"model": adapter.name, "revision": adapter.revision, "random_weights": adapter.random_weights, **known}
-    asked = RunConfig(configs=(*given[0], *beside), samples=len(prompts), **{**fields, **run})
-    known_run = ResolvedRun.from_run(asked)
+    defaults = {"dataset": "prompts", "dtype": str(adapter.dtype).removeprefix("torch."), "device": adapter.device.type}
+    fields = {"model": adapter.name, "revision": adapter.revision, "random_weights": adapter.random_weights, **defaults}
+    config = RunConfig(configs=(*kept[0], *configs), samples=len(prompts), **{**fields, **run})
+    resolved_run = ResolvedRun.from_run(config)
     measured = [
-        trace_sample(adapter, prompt, known_run, resources, masks) for prompt, masks in zip(prompts, given, strict=True)
+        trace_sample(adapter, prompt, resolved_run, resources, masks)
+        for prompt, masks in zip(prompts, kept, strict=True)
     ]
     told = layer_types.format_measured(adapter.config)
-    return Trace.from_samples(asked, measured, {**({MEASURED_LAYERS: told} if told else {}), **(attrs or {})})
+    return Trace.from_samples(config, measured, {**({MEASURED_LAYERS: told} if told else {}), **(attrs or {})})
 
 
 CONTROLS = ("attention", "two-stage", "random", "hindsight")
@@ -81,11 +82,11 @@ Sets = tuple[tuple[Integers, ...], ...]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The loss of kept sets.
+class LossComparison:
+    """The losses of an eviction's kept sets and of controls.
 
     Attributes:
-        losses: the eviction's, then the controls'.
+        losses: the loss of the eviction, then those of the controls.
         protected: first and most recent entries that every kept set holds.
         configs: the eviction's configuration, then the controls'.
         freed: whether the controls protect less, as the budget would otherwise leave nothing to choose.
@@ -107,23 +108,23 @@ def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
     return min(firsts, default=0), min(lasts, default=0)
 
 
-def _prefix_length(places: Integers) -> int:
+def _prefix_length(positions: Integers) -> int:
     """Return the length of the prefix 0, 1, 2, … of ascending positions."""
-    ahead = places == np.arange(len(places))
-    return len(places) if ahead.all() else int(ahead.argmin())
+    consecutive = positions == np.arange(len(positions))
+    return len(positions) if consecutive.all() else int(consecutive.argmin())
 
 
-def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> Measured:
-    """Measure the losses, mean over prompts, at the first decoding step."""
+def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> LossComparison:
+    """Measure the losses of kept sets and controls at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protection(kept, tokens), _budget(kept, tokens)
-    own = external_configuration("audited", budget)
-    beside, freed = _controls(budget, protected, min(tokens))
-    masks = [{own: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
-    trace = measure_kept_sets(adapter, prompts, masks, beside, resources)
-    names = (OWN, *(config.selection.name for config in beside))
-    losses = tuple(_loss(trace, place, told) for place, told in enumerate(names))
-    return Measured(losses, protected, (own, *beside), freed)
+    external = external_configuration("audited", budget)
+    controls, freed = _controls(budget, protected, min(tokens))
+    masks = [{external: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
+    trace = measure_kept_sets(adapter, prompts, masks, controls, resources)
+    names = (OWN, *(config.selection.name for config in controls))
+    losses = tuple(_loss(trace, index, name) for index, name in enumerate(names))
+    return LossComparison(losses, protected, (external, *controls), freed)
 
 
 def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
@@ -143,14 +144,14 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
     if freed:
         first, recent = 0, min(recent, max(1, most // 2))
     window = min(_WINDOW, max(1, recent))
-    made = (
+    configs = (
         EvictionConfig(
             budget, "snapkv", selection, window, "kv", protect_first=first,
             protect_recent=recent if recent > window else 0,
         )
         for selection in CONTROLS if most > 1
     )  # fmt: skip
-    return tuple(map(normalise, made)), freed
+    return tuple(map(normalise, configs)), freed
 
 
 def _masks(sets: Sets, tokens: int) -> list[Tensor]:
@@ -158,26 +159,26 @@ def _masks(sets: Sets, tokens: int) -> list[Tensor]:
     masks = []
     for layer in sets:
         mask = torch.zeros(len(layer), tokens, dtype=torch.bool)
-        for row, places in zip(mask, layer, strict=True):
-            row[torch.from_numpy(places)] = True
+        for row, positions in zip(mask, layer, strict=True):
+            row[torch.from_numpy(positions)] = True
         masks.append(mask)
     return masks
 
 
-def _loss(trace: Trace, place: int, name: str) -> Loss:
-    """Return one configuration's loss, mean over samples."""
+def _loss(trace: Trace, config: int, name: str) -> Loss:
+    """Return the loss of the configuration of index `config`, mean over samples."""
     arrays = trace.arrays
 
-    def over(moved: Any, full: Any) -> float:
-        """Return the mean over samples of one sum over another."""
-        sums = [np.asarray(one, dtype=np.float64).reshape(len(one), -1).sum(axis=-1) for one in (moved, full)]
+    def mean_ratio(perturbation: Any, full: Any) -> float:
+        """Return the mean over samples of the ratio of two sums."""
+        sums = [np.asarray(one, dtype=np.float64).reshape(len(one), -1).sum(axis=-1) for one in (perturbation, full)]
         return float(np.mean(sums[0] / sums[1]))
 
     return Loss(
         name=name,
-        held=float(arrays["held_share"][:, place].astype(np.float64).mean()),
-        isolated=over(arrays["perturbation_isolated"][:, place, 0], arrays["output_norm"][:, 0]),
-        propagated=over(arrays["perturbation_propagated"][:, place, 0], arrays["output_norm"][:, 0]),
-        drift=over(arrays["hidden_drift_l1"][:, place, 0, -1], arrays["hidden_norm"][:, 0, -1]),
-        kl=float(arrays["logit_kl"][:, place, 0].astype(np.float64).mean()),
+        held=float(arrays["held_share"][:, config].astype(np.float64).mean()),
+        isolated=mean_ratio(arrays["perturbation_isolated"][:, config, 0], arrays["output_norm"][:, 0]),
+        propagated=mean_ratio(arrays["perturbation_propagated"][:, config, 0], arrays["output_norm"][:, 0]),
+        drift=mean_ratio(arrays["hidden_drift_l1"][:, config, 0, -1], arrays["hidden_norm"][:, 0, -1]),
+        kl=float(arrays["logit_kl"][:, config, 0].astype(np.float64).mean()),
     )

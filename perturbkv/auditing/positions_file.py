@@ -1,6 +1,6 @@
 """Files of kept positions from other programs, and their audit; docs/audit.md has the layout.
 
-Of such a file only the logits can be compared with the masked reference.
+Only the logits of such a file can be compared with the masked reference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from perturbkv.audit_trace import AuditRun, CacheEntries, DecodeDistances
 from perturbkv.auditing import reference
-from perturbkv.auditing.reference import Seen
+from perturbkv.auditing.reference import ForwardPass
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers
 from perturbkv.datasets.encode import Prompt
@@ -32,7 +32,7 @@ from perturbkv.user_files import MIB, FileKind, parse_json
 
 SUFFIXES = (".npz", ".json")
 _FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
-_NO_ARRAYS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+_READ_ERRORS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 """Exceptions of zipfile and NumPy for damaged, encrypted and oversized files, beside ValueError."""
 _KEPT = re.compile(r"layer_(\d+)_head_(\d+)")
 Integers = NDArray[np.int64]
@@ -40,13 +40,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class KeptFile:
-    """The kept positions of one prompt, and the foreign run's tokens and logits, where the file has them.
+    """The kept positions of one prompt, and tokens and logits of the external run where the file has them.
 
     Attributes:
         name: the path.
         kept: per layer and kept set, positions.
-        token_ids: the prompt's; empty where the data set has the prompt.
-        tokens: tokens fed one after the other after the prompt; empty: the full run's greedy ones.
+        token_ids: tokens of the prompt; empty where the data set has the prompt.
+        tokens: tokens decoded one after the other after the prompt; empty: the greedy ones of the full run.
         logits: (step, vocab) after each of them; None where nothing was decoded.
     """
 
@@ -68,8 +68,8 @@ class KeptFile:
                 self._check_set(kept, tokens, f"layer {layer}, head {head}")
         if self.logits is not None and self.logits.shape[1] != vocab:
             self._refuse(f"its logits have {self.logits.shape[1]} tokens, the model's {vocab}")
-        if strange := [token for token in (*self.token_ids, *self.tokens) if token >= vocab]:
-            self._refuse(f"it names the token {strange[0]}, the model's vocabulary has {vocab}")
+        if unknown := [token for token in (*self.token_ids, *self.tokens) if token >= vocab]:
+            self._refuse(f"it names the token {unknown[0]}, the model's vocabulary has {vocab}")
         if self.logits is not None and 0 < len(self.tokens) < len(self.logits):
             self._refuse(f"it has logits of {len(self.logits)} steps and tokens of {len(self.tokens)}")
 
@@ -85,76 +85,78 @@ class KeptFile:
 
 
 def read(path: Path) -> KeptFile:
-    """Return the file.
+    """Return the content of a file of kept positions.
 
-    Raises ConfigError where it does not exist, UnreadableCacheError where docs/audit.md is not followed.
+    Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/audit.md.
     """
     _FILE.check(path)
     try:
-        held = _json(path) if path.suffix == ".json" else _npz(path)
+        content = _read_json(path) if path.suffix == ".json" else _read_npz(path)
         return KeptFile(
             name=str(path),
-            kept=held["kept"],
-            token_ids=_numbers("token_ids", held),
-            tokens=_numbers("tokens", held),
-            logits=_logits(held.get("logits")),
+            kept=content["kept"],
+            token_ids=_parse_tokens("token_ids", content),
+            tokens=_parse_tokens("tokens", content),
+            logits=_parse_logits(content.get("logits")),
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         msg = f"{path} does not hold kept positions as docs/audit.md lays them out: {type(error).__name__}: {error}"
         raise UnreadableCacheError(msg) from None
 
 
-def _numbers(name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
+def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
     """Return token ids. Raises ValueError for anything else, such as texts and fractions."""
-    found = _row(held.get(name, ()), f"as {name}")
-    if found.size and found.min() < 0:
-        msg = f"expected token ids as {name}, got {found.min()}"
+    ids = _parse_row(content.get(name, ()), f"as {name}")
+    if ids.size and ids.min() < 0:
+        msg = f"expected token ids as {name}, got {ids.min()}"
         raise ValueError(msg)
-    return tuple(map(int, found))
+    return tuple(map(int, ids))
 
 
-def _row(values: Any, what: str) -> NDArray[Any]:
-    """Return a row of whole numbers; booleans are none. Raises ValueError for anything else."""
-    found = np.asarray(values)
-    truths = isinstance(values, list) and any(isinstance(one, bool) for one in values)
-    if found.ndim != 1 or truths or (found.size and found.dtype.kind not in "iu"):
-        kind = "true or false" if truths else f"an array of shape {found.shape} and type {found.dtype}"
+def _parse_row(values: Any, what: str) -> NDArray[Any]:
+    """Return a row of whole numbers. Raises ValueError for anything else, booleans too."""
+    row = np.asarray(values)
+    booleans = isinstance(values, list) and any(isinstance(one, bool) for one in values)
+    if row.ndim != 1 or booleans or (row.size and row.dtype.kind not in "iu"):
+        kind = "true or false" if booleans else f"an array of shape {row.shape} and type {row.dtype}"
         msg = f"expected a row of whole numbers {what}, got {kind}"
         raise ValueError(msg)
-    return found
+    return row
 
 
-def _logits(held: Any) -> NDArray[np.float64] | None:
+def _parse_logits(values: Any) -> NDArray[np.float64] | None:
     """Return finite logits (step, vocab). Raises ValueError or TypeError."""
-    if held is None:
+    if values is None:
         return None
-    found = np.asarray(held)
-    if found.ndim == 0 or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
-        got = f"an array of shape {found.shape} and type {found.dtype}"
-        infinite = " with infinities or NaN; leave the logits out" if found.dtype.kind == "f" else ""
+    logits = np.asarray(values)
+    if logits.ndim == 0 or logits.dtype.kind not in "iuf" or not np.isfinite(logits).all():
+        got = f"an array of shape {logits.shape} and type {logits.dtype}"
+        infinite = " with infinities or NaN; leave the logits out" if logits.dtype.kind == "f" else ""
         msg = f"expected finite logits (step, vocab), got {got}{infinite}"
         raise ValueError(msg)
-    return found.astype(np.float64).reshape(len(found), -1)
+    return logits.astype(np.float64).reshape(len(logits), -1)
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    held = parse_json(_FILE.read_text(path))
-    return {**held, "kept": tuple(tuple(map(_positions, sets)) for sets in held["kept"])}
+def _read_json(path: Path) -> Mapping[str, Any]:
+    content = parse_json(_FILE.read_text(path))
+    return {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
 
 
-def _npz(path: Path) -> Mapping[str, Any]:
+def _read_npz(path: Path) -> Mapping[str, Any]:
     """Return the arrays, and the positions of `layer_{l}_head_{h}`, every layer and head from 0 on."""
-    arrays = _arrays(path)
-    places = {tuple(map(int, found.groups())): name for name in arrays if (found := _KEPT.fullmatch(name))}
-    heads = Counter(layer for layer, _ in places)
-    kept = [[_positions(arrays[places[layer, head]]) for head in range(heads[layer])] for layer in range(len(heads))]
+    arrays = _read_arrays(path)
+    names = {tuple(map(int, match.groups())): name for name in arrays if (match := _KEPT.fullmatch(name))}
+    heads = Counter(layer for layer, _ in names)
+    kept = [
+        [_parse_positions(arrays[names[layer, head]]) for head in range(heads[layer])] for layer in range(len(heads))
+    ]
     if not kept or not all(kept):
         msg = "expected layer_0_head_0 and every layer and head behind it"
         raise ValueError(msg)
     return {**arrays, "kept": tuple(map(tuple, kept))}
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Return the arrays of an .npz file. Raises ValueError for other files, and for one that is too large unpacked."""
     try:
         with zipfile.ZipFile(path) as packed:
@@ -162,24 +164,24 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
         if size > _FILE.max_bytes:
             msg = f"it unpacks to {size:,} bytes, more than {_FILE.max_bytes // MIB:,} MiB"
             raise ValueError(msg)
-        with np.load(path, allow_pickle=False) as held:
-            return {name: held[name] for name in held.files}
-    except _NO_ARRAYS as error:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except _READ_ERRORS as error:
         msg = f"no .npz file of numbers ({error})"
         raise ValueError(msg) from None
 
 
-def _positions(values: Any) -> Integers:
+def _parse_positions(values: Any) -> Integers:
     """Return positions, ascending. Raises ValueError for anything but distinct whole numbers."""
-    found = _row(values, "per head")
-    if len(np.unique(found)) != len(found):
+    positions = _parse_row(values, "per head")
+    if len(np.unique(positions)) != len(positions):
         msg = "a head keeps a position twice"
         raise ValueError(msg)
-    return np.sort(found).astype(np.int64)
+    return np.sort(positions).astype(np.int64)
 
 
-def prompt_of(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
-    """Return the file's own prompt, or the only one that is given. Raises ConfigError where that is ambiguous."""
+def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
+    """Return the prompt of the file, else the only one of `prompts`. Raises ConfigError where there are several."""
     if file.token_ids:
         return Prompt("file", file.token_ids, 0)
     if len(prompts) != 1:
@@ -191,22 +193,22 @@ def prompt_of(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
     return prompts[0]
 
 
-def audited(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditRun:
-    """Return the file's kept sets, and the distances of its logits from the masked reference's.
+def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditRun:
+    """Return the kept sets of a file, and the distances of its logits from those of the masked reference.
 
     Raises UnreadableCacheError where the positions do not fit this model and prompt.
     """
     sizes = (adapter.kv_heads, adapter.heads)
     file.check(len(adapter.layers), sizes, len(ids), int(adapter.config.vocab_size))
     steps = 0 if file.logits is None else len(file.logits)
-    decoded = _decoded(adapter, ids, file, steps) if steps else None
+    decoded = _compare_logits(adapter, ids, file, steps) if steps else None
     return AuditRun(
         sample, "single", 0, len(ids), 0, (1,) * steps, entries=_entries(file, len(adapter.layers)), decoded=decoded
     )
 
 
 def _entries(file: KeptFile, layers: int) -> CacheEntries:
-    """Return the entries' positions alone: nothing else of them is known."""
+    """Return entries of known positions; keys and values are unknown."""
     shape = (layers, len(file.kept[0]))
     none, zero = np.zeros(shape, dtype=np.int64), np.zeros(shape)
     return CacheEntries(
@@ -216,41 +218,41 @@ def _entries(file: KeptFile, layers: int) -> CacheEntries:
     )  # fmt: skip
 
 
-def _decoded(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
-    """Compare logits with the reference's; heads and layers are unknown."""
+def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
+    """Compare the logits of a file with those of the reference; heads and layers are unknown."""
     tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
-    fed = reference.greedy(adapter, ids, steps) if tokens is None else tokens
-    single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(fed, 1))
+    decoded = reference.greedy(adapter, ids, steps) if tokens is None else tokens
+    single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
     full = reference.read(adapter, single)
-    seen = list(reference.decode(adapter, full, single, _masks(file, single, full)))
+    passes = list(reference.decode(adapter, full, single, _masks(file, single, full)))
     floors = reference.floors(adapter, full, single)
-    theirs = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
+    external = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
     return DecodeDistances(
         head=np.full((steps, len(full), adapter.heads), np.nan), head_floor=floors.head.numpy(),
         hidden=np.full((steps, len(full)), np.nan), hidden_floor=floors.hidden.numpy(),
-        logits=np.array([_logits_distance(own, one) for own, one in zip(theirs, seen, strict=True)]),
+        logits=np.array([_logits_distance(logits, one) for logits, one in zip(external, passes, strict=True)]),
         logits_floor=float(floors.logits),
         agrees=np.array([
-            bool(own.argmax() == one.logits[0, -1].argmax()) for own, one in zip(theirs, seen, strict=True)
+            bool(logits.argmax() == one.logits[0, -1].argmax()) for logits, one in zip(external, passes, strict=True)
         ]),
         behind=np.zeros(steps),
     )  # fmt: skip
 
 
-def _logits_distance(own: Tensor, seen: Seen) -> float:
-    return float(reference.logits_distance(own.unsqueeze(0), seen.logits[0]))
+def _logits_distance(logits: Tensor, expected: ForwardPass) -> float:
+    return float(reference.logits_distance(logits.unsqueeze(0), expected.logits[0]))
 
 
 def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:
     """Return per pass and layer a mask (1, kept_head, entry): the file's positions, and everything decoded since."""
-    found = []
+    masks = []
     for step in range(len(single.chunks)):
         layers = []
         for sets, (keys, _) in zip(file.kept, full, strict=True):
             mask = torch.zeros(1, len(sets), keys.shape[2] + step, dtype=torch.bool, device=keys.device)
             mask[..., keys.shape[2] :] = True
-            for row, places in zip(mask[0], sets, strict=True):
-                row[torch.from_numpy(places).to(keys.device)] = True
+            for row, positions in zip(mask[0], sets, strict=True):
+                row[torch.from_numpy(positions).to(keys.device)] = True
             layers.append(mask)
-        found.append(layers)
-    return found
+        masks.append(layers)
+    return masks

@@ -1,6 +1,6 @@
 """The masked reference: the plain model decodes with a mask of exactly the kept entries.
 
-Forward passes are recorded at the attention, whoever's cache they decode from; noise floors are the distances that
+Forward passes are recorded at the attention, from whatever cache they decode; noise floors are the distances that
 rounding alone makes.
 """
 
@@ -29,8 +29,8 @@ Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
 
 
 @dataclass
-class Seen:
-    """A record of one forward pass of a batch: layer → tensor, without layers whose attention was not the model's own.
+class ForwardPass:
+    """A recorded forward pass of a batch: layer → tensor, without layers whose attention was not the model's own.
 
     Attributes:
         query: after RoPE (row, head, new, d_head).
@@ -39,9 +39,9 @@ class Seen:
         head_output: before the output projection (row, new, head, d_head).
         hidden: residual stream after the layer (row, new, d_model).
         logits: (row, new, vocab).
-        entries: number of entries that the attention got, the new tokens' included.
-        hidden_keys: entries that kvpress hides from the attention, which gets them all the same: row, head and index of
-            each (`masked_key_indices`).
+        entries: number of entries that the attention got, with those of the new tokens.
+        hidden_keys: row, head and index of the entries that kvpress masks inside the attention
+            (`masked_key_indices`).
     """
 
     query: dict[int, Tensor] = field(default_factory=dict)
@@ -54,16 +54,16 @@ class Seen:
     entries: dict[int, int] = field(default_factory=dict)
     hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
 
-    def whole(self, layers: int) -> bool:
+    def is_complete(self, layers: int) -> bool:
         """Return whether the attention of every layer was recorded."""
         return len(self.head_output) == layers
 
-    def own(self, layer: int) -> tuple[Tensor, Tensor]:
+    def new_entries(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the new tokens (row, kept_head, new, d_head)."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, -new:], self.value[layer][:, :, -new:]
 
-    def before(self, layer: int) -> tuple[Tensor, Tensor]:
+    def previous_entries(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of all entries before the new tokens."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, :-new], self.value[layer][:, :, :-new]
@@ -71,66 +71,68 @@ class Seen:
     def forget_entries(self) -> None:
         """Drop all keys and values but the new tokens', as they are as large as the cache."""
         for layer in self.key:
-            own = self.own(layer)
-            self.key[layer], self.value[layer] = own[0].clone(), own[1].clone()
+            keys, values = self.new_entries(layer)
+            self.key[layer], self.value[layer] = keys.clone(), values.clone()
 
 
 @contextmanager
-def record_pass(adapter: Adapter, seen: Seen, attend: Attend | None = None) -> Iterator[None]:
-    """Record the forward pass inside the block in `seen`; `attend` replaces the model's attention."""
+def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = None) -> Iterator[None]:
+    """Record the forward pass within the block in `record`; `attend` replaces the model's attention."""
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = adapter.layer_of(module)
-        seen.query[layer], seen.key[layer], seen.value[layer], seen.mask[layer] = args[:4]
-        seen.entries[layer] = args[1].shape[2]
-        seen.hidden_keys[layer] = getattr(module, "masked_key_indices", None)
-        found = stock(module, *args, **kwargs) if attend is None else attend(layer, stock, module, args, kwargs)
-        seen.head_output[layer] = found[0]
-        return found
+        record.query[layer], record.key[layer], record.value[layer], record.mask[layer] = args[:4]
+        record.entries[layer] = args[1].shape[2]
+        record.hidden_keys[layer] = getattr(module, "masked_key_indices", None)
+        output = stock(module, *args, **kwargs) if attend is None else attend(layer, stock, module, args, kwargs)
+        record.head_output[layer] = output[0]
+        return output
 
     def hidden(layer: int, output: Tensor) -> None:
-        seen.hidden[layer] = output
+        record.hidden[layer] = output
 
     with intercept_attention(adapter, watch), capture(adapter, Observer(hidden=hidden)):
         yield
 
 
-def masked(kept: Sequence[Bool[Tensor, "row kept_head entry"]], reverse: bool = False) -> Attend:
+def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], reverse: bool = False) -> Attend:
     """Return an attention in which each head sees the entries that it keeps, and causally the new tokens.
 
-    With `reverse` entries come in the opposite order, which makes no difference but in rounding.
+    With `reverse` entries come in the opposite order, which changes only the rounding.
     """
 
     def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         query, key, value, _, *others = args
-        shown = _shown(kept[layer], query.shape[1], query.shape[2])
+        mask = _attention_mask(kept[layer], query.shape[1], query.shape[2])
         if reverse:
-            key, value, shown = key.flip(2), value.flip(2), shown.flip(-1)
-        return stock(module, query, key, value, shown, *others, **kwargs)
+            key, value, mask = key.flip(2), value.flip(2), mask.flip(-1)
+        return stock(module, query, key, value, mask, *others, **kwargs)
 
     return attend
 
 
-def _shown(kept: Bool[Tensor, "row kept_head entry"], heads: int, new: int) -> Bool[Tensor, "row head new all"]:
+def _attention_mask(
+    kept: Bool[Tensor, "row kept_head entry"], heads: int, new: int
+) -> Bool[Tensor, "row head new all"]:
     sets = kept.repeat_interleave(heads // kept.shape[1], dim=1)
     causal = torch.ones(new, new, dtype=torch.bool, device=kept.device).tril()
-    before = sets.unsqueeze(2).expand(-1, -1, new, -1)
-    return torch.cat([before, causal.expand(*before.shape[:2], -1, -1)], dim=-1)
+    previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
+    return torch.cat([previous, causal.expand(*previous.shape[:2], -1, -1)], dim=-1)
 
 
 def visible(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
-    """Return which entries each new token sees by its attention's mask; None where it sees all before it."""
+    """Return a mask of the entries that each new token attends to; None where it attends to all before it."""
     if mask is None:
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return allowed[..., :new, :entries]
 
 
-def sees_later(seen: Seen) -> bool:
-    """Return whether the mask of a block lets a token see later ones."""
-    new = seen.query[0].shape[2]
-    for layer, mask in seen.mask.items():
-        allowed = visible(mask, seen.entries[layer], new)
+def sees_later(record: ForwardPass) -> bool:
+    """Return whether the mask of a block lets a token attend to later ones."""
+    new = record.query[0].shape[2]
+    for layer, mask in record.mask.items():
+        allowed = visible(mask, record.entries[layer], new)
         if new > 1 and allowed is not None:
             later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
             if bool((allowed[..., -new:] & later).any()):
@@ -138,18 +140,18 @@ def sees_later(seen: Seen) -> bool:
     return False
 
 
-def hides(seen: Seen) -> bool:
-    """Return whether the mask of a block hides an entry from a token that another one sees, or a token from itself."""
-    new = seen.query[0].shape[2]
-    for layer, mask in seen.mask.items():
-        entries = seen.entries[layer]
+def hides(record: ForwardPass) -> bool:
+    """Return whether the mask of a block hides from a token itself, or an entry that another token attends to."""
+    new = record.query[0].shape[2]
+    for layer, mask in record.mask.items():
+        entries = record.entries[layer]
         if new > 1 and mask is None and entries > new:
             return True
         allowed = visible(mask, entries, new)
         if new > 1 and allowed is not None:
-            before, own = allowed[..., :-new], allowed[..., -new:]
+            previous, own = allowed[..., :-new], allowed[..., -new:]
             causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
-            if bool((before.any(dim=-2, keepdim=True) & ~before).any()) or bool((~own & causal).any()):
+            if bool((previous.any(dim=-2, keepdim=True) & ~previous).any()) or bool((~own & causal).any()):
                 return True
     return False
 
@@ -188,7 +190,7 @@ class Floors:
 
 @dataclass(frozen=True)
 class EntryFloors:
-    """Noise floors of entries, over the root mean square norm of a head's, from reading the prompt in two parts."""
+    """Noise floors of entries, from reading the prompt in two parts, over the root mean square norm of a head."""
 
     key: Float[Tensor, " layer"]
     value: Float[Tensor, " layer"]
@@ -204,55 +206,55 @@ def check(adapter: Adapter) -> None:
 
 
 def read(adapter: Adapter, situation: Situation) -> Layers:
-    """Return keys and values of every layer after the plain model has read the prompts."""
+    """Return the keys and values of every layer after the plain model has read the prompts."""
     cache = DynamicCache()
-    padded = {} if bool(situation.attention_mask.all()) else {
+    padding = {} if bool(situation.attention_mask.all()) else {
         "attention_mask": situation.attention_mask, "position_ids": situation.prompt_positions()
     }  # fmt: skip
-    adapter.model(input_ids=situation.ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padded)
+    adapter.model(input_ids=situation.ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
     """Return the model's own greedy continuation."""
-    cache, fed, found = DynamicCache(), ids.unsqueeze(0), []
+    cache, token, tokens = DynamicCache(), ids.unsqueeze(0), []
     for _ in range(count):
-        logits = adapter.model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        fed = logits[:, -1:].argmax(dim=-1)
-        found.append(fed[0, 0])
-    return torch.stack(found)
+        logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        token = logits[:, -1:].argmax(dim=-1)
+        tokens.append(token[0, 0])
+    return torch.stack(tokens)
 
 
 def decode(
     adapter: Adapter, full: Layers, situation: Situation, kept: Sequence[Sequence[Tensor]], reverse: bool = False
-) -> Iterator[Seen]:
+) -> Iterator[ForwardPass]:
     """Yield forward passes from the full cache; `kept` are per pass and layer masks (row, kept_head, entry)."""
-    cache = _filled(full)
+    cache = _fill_cache(full)
     for chunk in range(len(situation.chunks)):
-        yield _forward(adapter, cache, situation, chunk, masked(kept[chunk], reverse))
+        yield _forward(adapter, cache, situation, chunk, masked_attention(kept[chunk], reverse))
 
 
-def _plain(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[Seen]:
-    """Yield the model's forward passes without our masks: only padding is hidden."""
-    cache, seen = _filled(full), situation.attention_mask
+def _decode_unmasked(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[ForwardPass]:
+    """Yield forward passes from the full cache in which only padding is hidden."""
+    cache, mask = _fill_cache(full), situation.attention_mask
     for chunk, tokens in enumerate(situation.chunks):
-        seen = torch.cat([seen, seen.new_ones(situation.rows, len(tokens))], dim=-1)
-        yield _forward(adapter, cache, situation, chunk, None, seen)
+        mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
+        yield _forward(adapter, cache, situation, chunk, None, mask)
 
 
 def _forward(
     adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend | None, mask: Tensor | None = None
-) -> Seen:
-    seen = Seen()
-    with record_pass(adapter, seen, attend):
-        seen.logits = adapter.model(
-            input_ids=situation.fed(chunk), position_ids=situation.positions(chunk), past_key_values=cache,
+) -> ForwardPass:
+    record = ForwardPass()
+    with record_pass(adapter, record, attend):
+        record.logits = adapter.model(
+            input_ids=situation.new_tokens(chunk), position_ids=situation.positions(chunk), past_key_values=cache,
             use_cache=True, attention_mask=mask,
         ).logits  # fmt: skip
-    return seen
+    return record
 
 
-def _filled(full: Layers) -> DynamicCache:
+def _fill_cache(full: Layers) -> DynamicCache:
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(full):
         cache.update(keys, values, layer)
@@ -261,78 +263,79 @@ def _filled(full: Layers) -> DynamicCache:
 
 def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
     """Return per forward pass and layer the mask of a run that keeps everything but padding."""
-    found, mask = [], situation.attention_mask.bool()
+    masks, mask = [], situation.attention_mask.bool()
     for tokens in situation.chunks:
-        found.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
+        masks.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
         mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
-    return found
+    return masks
 
 
 def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
-    """Return the differences between runs that keep everything: without mask, with one, and in the opposite order.
+    """Return the noise floors: distances between runs that keep everything, without mask, with one, and reversed.
 
-    The maximum over all heads, rows and passes; a layer's is never below those before it, as rounding accumulates.
+    They are the maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer, as
+    rounding accumulates.
     """
-    whole, layers, least = full_masks(situation, full), len(full), torch.finfo(adapter.dtype).eps
+    masks, layers, least = full_masks(situation, full), len(full), torch.finfo(adapter.dtype).eps
     runs = zip(
-        _plain(adapter, full, situation),
-        decode(adapter, full, situation, whole),
-        decode(adapter, full, situation, whole, reverse=True),
+        _decode_unmasked(adapter, full, situation),
+        decode(adapter, full, situation, masks),
+        decode(adapter, full, situation, masks, reverse=True),
         strict=True,
     )
-    found = [
+    distances = [
         compare(one, other, row, layers)
         for passes in runs for one, other in pairwise(passes) for row in range(situation.rows)
     ]  # fmt: skip
     head, hidden, logits = (
-        torch.stack([getattr(one, name).cpu() for one in found]).amax(dim=0).clamp(min=least)
+        torch.stack([getattr(one, name).cpu() for one in distances]).amax(dim=0).clamp(min=least)
         for name in ("head", "hidden", "logits")
     )
     return Floors(head.amax(dim=-1).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
 
 
 def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> EntryFloors:
-    """Return how far entries move where the prompt is read in two parts instead of at once, as `full` was."""
+    """Return the noise floors of entries: distances between reading the prompt in two parts, and at once as `full`."""
     cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
     for part in (ids[:middle], ids[middle:]):
         adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    apart = [
+    distances = [
         [_entry_distance(one[0], other[0]).cpu() for one, other in zip((layer.keys, layer.values), kinds, strict=True)]
         for layer, kinds in zip(cache.layers, full, strict=True)
     ]
-    key, value = (torch.stack([layer[kind] for layer in apart]).clamp(min=least) for kind in (0, 1))
+    key, value = (torch.stack([layer[kind] for layer in distances]).clamp(min=least) for kind in (0, 1))
     return EntryFloors(key.cummax(dim=0).values, value.cummax(dim=0).values)
 
 
 def _entry_distance(one: Float[Tensor, "kv_head entry d_head"], other: Float[Tensor, "kv_head entry d_head"]) -> Tensor:
-    """Return the largest distance of an entry, over the root mean square norm of its head's."""
+    """Return the largest distance of an entry, over the root mean square norm of the entries of its head."""
     unit = other.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    apart: Tensor = torch.linalg.vector_norm(one.float() - other.float(), dim=-1) / unit
-    return apart.amax()
+    distance: Tensor = torch.linalg.vector_norm(one.float() - other.float(), dim=-1) / unit
+    return distance.amax()
 
 
-def compare(found: Seen, reference: Seen, row: int, layers: int) -> Distance:
-    """Return the distances of a forward pass from the reference's in one row.
+def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distance:
+    """Return the distances of a forward pass from the reference in one row.
 
-    A head is measured against its own length or the layer's root mean square one, whichever is larger: rounding of the
-    values does not shrink where their weighted sum nearly cancels.
+    The distance of a head is over its own length or the layer's root mean square length, whichever is larger: the
+    rounding of values does not shrink where their weighted sum nearly cancels.
     """
     heads, hidden = [], []
     for layer in range(layers):
         outputs = reference.head_output[layer][row].double()
         length = torch.linalg.vector_norm(outputs, dim=-1)
-        usual = length.square().mean(dim=-1, keepdim=True).sqrt()
-        apart = torch.linalg.vector_norm(found.head_output[layer][row].double() - outputs, dim=-1)
-        heads.append((apart / torch.maximum(length, usual).clamp(min=_TINY)).amax(dim=0))
-        hidden.append(_relative(found.hidden[layer][row], reference.hidden[layer][row]))
-    return Distance(torch.stack(heads), torch.stack(hidden), logits_distance(found.logits[row], reference.logits[row]))
+        mean_length = length.square().mean(dim=-1, keepdim=True).sqrt()
+        distance = torch.linalg.vector_norm(record.head_output[layer][row].double() - outputs, dim=-1)
+        heads.append((distance / torch.maximum(length, mean_length).clamp(min=_TINY)).amax(dim=0))
+        hidden.append(_relative(record.hidden[layer][row], reference.hidden[layer][row]))
+    return Distance(torch.stack(heads), torch.stack(hidden), logits_distance(record.logits[row], reference.logits[row]))
 
 
 def _relative(one: Float[Tensor, "new column"], other: Float[Tensor, "new column"]) -> Tensor:
-    """Return the distance over the length, the maximum over the new tokens."""
+    """Return the relative distance, the maximum over the new tokens."""
     length = torch.linalg.vector_norm(other.double(), dim=-1).clamp(min=_TINY)
-    apart: Tensor = torch.linalg.vector_norm(one.double() - other.double(), dim=-1) / length
-    return apart.amax()
+    distance: Tensor = torch.linalg.vector_norm(one.double() - other.double(), dim=-1) / length
+    return distance.amax()
 
 
 def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:

@@ -16,14 +16,14 @@ _SHORTER = 8
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """Prompts as an eviction gets them, and the tokens that follow.
+    """Prompts in the form that an eviction gets, and the tokens that follow.
 
     Attributes:
         name: a key of `SITUATIONS`.
         ids: prompts, padded on the left.
         attention_mask: 0 at padding.
         chunks: tokens of each forward pass after the eviction, the same in every row.
-        counts_padding: whether positions were counted from the padding on: first 0, padding or not.
+        counts_padding: whether the first entry has position 0 even where it is padding.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Situation:
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
         """Return the positions of a forward pass's tokens: n, n + 1, … in each row."""
-        before = sum(len(tokens) for tokens in self.chunks[:chunk])
+        previous = sum(len(tokens) for tokens in self.chunks[:chunk])
         new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
-        return self.prompt_positions()[:, -1:] + 1 + before + new
+        return self.prompt_positions()[:, -1:] + 1 + previous + new
 
-    def fed(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the tokens of a forward pass."""
+    def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
+        """Return the tokens of a forward pass, the same in every row."""
         return self.chunks[chunk].expand(self.rows, -1)
 
 
@@ -77,11 +77,11 @@ def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"]
     cut = max(1, len(ids) // _SHORTER)
     mask = torch.ones(2, len(ids), dtype=ids.dtype, device=ids.device)
     mask[1, :cut] = 0
-    return Situation(name, torch.stack([ids, _padded(ids, cut)]), mask, chunks)
+    return Situation(name, torch.stack([ids, _with_padding(ids, cut)]), mask, chunks)
 
 
-def _padded(ids: Int[Tensor, " token"], cut: int) -> Int[Tensor, " token"]:
-    """Return the prompt, its first tokens replaced by another token of it: which one must make no difference."""
+def _with_padding(ids: Int[Tensor, " token"], cut: int) -> Int[Tensor, " token"]:
+    """Return the prompt with its first tokens replaced by its last one; their choice must make no difference."""
     return torch.cat([ids[-1:].expand(cut), ids[cut:]])
 
 

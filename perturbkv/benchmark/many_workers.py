@@ -1,4 +1,4 @@
-"""Work of the benchmark's processes on workers: timed runs of sleeping or measuring crews, and merging of shards.
+"""Work of the benchmark's processes with many workers: timed runs that sleep or measure, and merging of shards.
 
 Shards of a run of many samples are written without measuring, and so are the same samples in one file.
 """
@@ -29,8 +29,8 @@ from perturbkv.engines import ray as actors
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.ray import Seat
 from perturbkv.engines.scheduler import Crew, Scheduler, Work
-from perturbkv.engines.work_items import Part, measuring
-from perturbkv.engines.worker import Do, Models, ModelSpec, Place, Task
+from perturbkv.engines.work_items import Part, measure_work
+from perturbkv.engines.worker import Do, Models, ModelSpec, Task, WorkerDevice
 from perturbkv.errors import PerturbkvError, WorkerError
 from perturbkv.models.loading import open_model, pick_dtype
 from perturbkv.pipeline.run.plan import Placement, Plan, plan
@@ -45,14 +45,14 @@ from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
 
 _LONGEST = 300.0
-"""Seconds until all workers have to be ready."""
-_CALLED = 0.1
+"""Most seconds until all workers are ready."""
+_DELAY = 0.1
 """Seconds by which a worker delays its answer, so that the others get an item too."""
 
 
 @dataclass(frozen=True)
 class Sleeping:
-    """The task of sleeping instead of measuring; the answer is a sample measured before, under the item's id.
+    """A task that sleeps instead of measuring, and returns a sample measured earlier under the id of its item.
 
     Attributes:
         seconds: seconds per item.
@@ -65,40 +65,40 @@ class Sleeping:
     def prepare(self, models: Models) -> Do:
         """Return the function that sleeps for a `Part`; no model is loaded."""
 
-        def sleeping_answer(part: Part) -> SampleTrace:
+        def sleep(part: Part) -> SampleTrace:
             time.sleep(self.seconds)
-            return replace(self.sample, sample_id=part.prompt.prompt().sample_id)
+            return replace(self.sample, sample_id=part.prompt.unpack().sample_id)
 
-        return sleeping_answer
+        return sleep
 
 
 @dataclass(frozen=True)
 class _RollCall:
-    """The task of loading what another task needs, and returning the process's id."""
+    """A task that loads what another task needs, and returns the id of its process."""
 
     task: Task
 
     def prepare(self, models: Models) -> Callable[[int], int]:
         self.task.prepare(models)
 
-        def here(item: int) -> int:
-            time.sleep(_CALLED)
+        def process_id(item: int) -> int:
+            time.sleep(_DELAY)
             return getpid()
 
-        return here
+        return process_id
 
 
-def until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
-    """Return the seconds until `workers` workers are ready, with everything loaded that a task needs.
+def wait_until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
+    """Wait until `workers` workers have loaded everything that a task needs; return the seconds.
 
-    Raises WorkerError where they are not within five minutes, or end.
+    Raises WorkerError where they take more than five minutes, or end.
     """
-    start, call, there = time.perf_counter(), _RollCall(task), set[int]()
-    while len(there) < workers:
-        there.clear()
-        scheduler.run(Work(call, [1] * workers, lambda item: item, lambda item, who: there.add(who), _raise_failure))
+    start, call, ids = time.perf_counter(), _RollCall(task), set[int]()
+    while len(ids) < workers:
+        ids.clear()
+        scheduler.run(Work(call, [1] * workers, lambda item: item, lambda item, one: ids.add(one), _raise_failure))
         if time.perf_counter() - start > _LONGEST:
-            msg = f"expected {workers} workers within {_LONGEST:g} seconds, got {len(there)}; end what else runs here"
+            msg = f"expected {workers} workers within {_LONGEST:g} seconds, got {len(ids)}; end what else runs here"
             raise WorkerError(msg)
     return time.perf_counter() - start
 
@@ -108,38 +108,38 @@ def _raise_failure(item: int, why: str) -> None:
 
 
 _CPU = torch.device("cpu")
-_PLACE = Place("cpu", threads=1)
+_DEVICE = WorkerDevice("cpu", threads=1)
 _SAMPLE = "sample"
 
 
 def demo_plan(model: str, samples: int) -> Plan:
-    """Return the demo's run of `samples` samples, which share one prompt, as making prompts would take too long."""
+    """Return the plan of a run of `samples` samples that share one prompt, as many prompts would take too long."""
     files = open_model(model)
     demo = load("needle", files.tokenizer, samples=1, positions=int(files.config.max_position_embeddings))
-    named = tuple(replace(demo[0], sample_id=f"{number:05}") for number in range(samples))
+    prompts = tuple(replace(demo[0], sample_id=f"{number:05}") for number in range(samples))
     configs = grid(128, selection=("attention", "two-stage"))
     placement = Placement(pick_dtype("auto", _CPU), _CPU)
-    return plan(files, placement, replace(demo, prompts=named), configs, Settings(), Resources())
+    return plan(files, placement, replace(demo, prompts=prompts), configs, Settings(), Resources())
 
 
 def one_sample(model: str, folder: str) -> Result:
-    """Measure a sample of the demo and store it for sleeping workers; return its bytes in a journal, and seconds."""
+    """Measure a sample and store it for workers that sleep; return its bytes in a journal, and the seconds."""
     ready = demo_plan(model, 1)
     adapter, start = ready.model(), time.perf_counter()
     sample = trace_sample(adapter, ready.prompts[0], ready.resolved)
     spent, journal = time.perf_counter() - start, Journal(Path(folder) / _SAMPLE)
     journal.begin(ready.run)
-    kept = journal.append(sample, ready.run.labels())
-    return {"bytes": kept.path.stat().st_size, "seconds": spent}
+    entry = journal.append(sample, ready.run.labels())
+    return {"bytes": entry.path.stat().st_size, "seconds": spent}
 
 
-def kept_sample(folder: str) -> SampleTrace:
+def stored_sample(folder: str) -> SampleTrace:
     """Return the sample that `one_sample` stored."""
-    (kept,) = Journal(Path(folder) / _SAMPLE).entries()
-    return SampleTrace(kept.sample_id, kept.arrays())
+    (entry,) = Journal(Path(folder) / _SAMPLE).entries()
+    return SampleTrace(entry.sample_id, entry.arrays())
 
 
-class Clocked:
+class TimedEngine:
     """An engine of workers that records the time of each of its runs.
 
     Args:
@@ -152,12 +152,12 @@ class Clocked:
         self.spent: list[dict[str, float]] = []
         self._crew, self._task, self._scheduler = crew, task, Scheduler(crew)
         self._model = ModelSpec.of(plan, plan.caches_bytes())
-        real = measuring(plan, self._model, {}, lambda sample, configs: None, 1).task
-        self.ready = until_ready(self._scheduler, task or real, len(crew.places))
+        real = measure_work(plan, self._model, {}, lambda sample, configs: None, 1).task
+        self.ready = wait_until_ready(self._scheduler, task or real, len(crew.devices))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure as `Spread` does; `spent` gets the wall seconds and this process's CPU seconds."""
-        work = measuring(planned, self._model, missing, finished, 1)
+        """Measure a run; `spent` gets the wall seconds and this process's CPU seconds."""
+        work = measure_work(planned, self._model, missing, finished, 1)
         start, used = time.perf_counter(), time.process_time()
         self._scheduler.run(replace(work, task=self._task or work.task))
         self.spent.append({"passed": time.perf_counter() - start, "cpu": time.process_time() - used})
@@ -165,67 +165,67 @@ class Clocked:
 
 @contextmanager
 def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
-    """Yield crews of these sizes, one thread per worker; Ray's are on one node, which is started here.
+    """Yield crews of these sizes, one thread per worker; those of Ray are on one node, which is started here.
 
-    There may be more workers than cores: Ray is told that they take none.
+    There may be more workers than cores, as Ray counts none for them.
     """
-    made: list[Crew]
+    opened: list[Crew]
     with ExitStack() as stack:
         if engine == "ray":
             chosen = Workers(engine, workers=sum(sizes), ray_address="local")
             ray = stack.enter_context(actors.connect_ray(chosen))
-            seat = Seat(_PLACE, actors.nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
-            made = [actors.Actors(ray, [seat] * size) for size in sizes]
+            seat = Seat(_DEVICE, actors.list_nodes(ray)[0].key, cpus=0, gpus=0, memory=0)
+            opened = [actors.Actors(ray, [seat] * size) for size in sizes]
         else:
-            made = [Processes([_PLACE] * size) for size in sizes]
-        for one in made:
+            opened = [Processes([_DEVICE] * size) for size in sizes]
+        for one in opened:
             stack.callback(one.close)
-        yield made
+        yield opened
 
 
 def speed_up(
     engine: str, workers: int, each: int, repeats: int, model: str, folder: str, pause: float | None
 ) -> Result:
-    """Return the seconds of one worker and of all, with `each` samples per worker, and until they are ready.
+    """Return the seconds of a run by one worker and by all, with `each` samples per worker, and until they are ready.
 
     `pause`: seconds that a worker sleeps per sample; None: it measures. The two are timed in turns.
     """
     runs = {1: demo_plan(model, each), workers: demo_plan(model, each * workers)}
-    task = None if pause is None else Sleeping(pause, kept_sample(folder))
-    with crews(engine, list(runs)) as made:
-        engines = [Clocked(crew, run, task) for crew, run in zip(made, runs.values(), strict=True)]
+    task = None if pause is None else Sleeping(pause, stored_sample(folder))
+    with crews(engine, list(runs)) as opened:
+        engines = [TimedEngine(crew, run, task) for crew, run in zip(opened, runs.values(), strict=True)]
         for _ in range(repeats):
-            for clocked, run in zip(engines, runs.values(), strict=True):
+            for timed, run in zip(engines, runs.values(), strict=True):
                 with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                    run_to_file(run, clocked, Path(temporary) / "trace.h5")
-    one, all_ = engines
+                    run_to_file(run, timed, Path(temporary) / "trace.h5")
+    single, several = engines
     return {
-        "one": [turn["passed"] for turn in one.spent], "all": [turn["passed"] for turn in all_.spent],
-        "ready": {"one": one.ready, "all": all_.ready},
+        "one": [turn["passed"] for turn in single.spent], "all": [turn["passed"] for turn in several.spent],
+        "ready": {"one": single.ready, "all": several.ready},
     }  # fmt: skip
 
 
 def coordinating(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
-    """Return the time and memory that a run takes of the coordinating process, its workers answering at once.
+    """Return the time and memory of the coordinating process in a run whose workers answer at once.
 
-    `handing` is without storing the answers, `writing` with a journal, `finishing` the trace's file from it: wall
-    seconds and this process's CPU seconds. `ready` is until the workers are, `peak` the peak bytes of this process.
+    `handing` is without storing the answers, `writing` with a journal, `finishing` the file of the trace from it: wall
+    seconds and CPU seconds of this process. `ready` is the time until the workers are ready, `peak` the peak bytes.
     """
-    run, found = demo_plan(model, samples), Result()
+    run, result = demo_plan(model, samples), Result()
 
     def work() -> None:
         with crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as temporary:
-            clocked = Clocked(crew, run, Sleeping(0, kept_sample(folder)))
-            clocked.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
-            found["finishing"] = _into_file(run, clocked, Path(temporary) / "trace.h5")
-            found.update(zip(("handing", "writing"), clocked.spent, strict=True), ready=clocked.ready)
+            timed = TimedEngine(crew, run, Sleeping(0, stored_sample(folder)))
+            timed.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
+            result["finishing"] = _measure_to_file(run, timed, Path(temporary) / "trace.h5")
+            result.update(zip(("handing", "writing"), timed.spent, strict=True), ready=timed.ready)
 
-    _, found["peak"] = peak(work, _CPU)
-    return found
+    _, result["peak"] = peak(work, _CPU)
+    return result
 
 
-def _into_file(run: Plan, engine: Clocked, path: Path) -> dict[str, float]:
-    """Measure a whole run into a file; return the seconds of the file after the journal."""
+def _measure_to_file(run: Plan, engine: TimedEngine, path: Path) -> dict[str, float]:
+    """Measure a run into a file; return the seconds of writing the file from the journal."""
     with Lock(path) as lock:
         writer = TraceWriter(path, run.run, run.prompts.ids, {})
 
@@ -243,24 +243,24 @@ _MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
 
 
 def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
-    """Return the seconds and peak bytes of merging shards, with `once` also the seconds of writing the samples once.
+    """Return the seconds and peak bytes of merging shards; with `once` also the seconds of one file without shards.
 
-    `journals`: seconds of the shards' journals, `once`: of the file of a run with one journal of the same entries.
+    `journals` are the seconds of the shards' journals.
     """
-    run, place = demo_plan(model, samples), Path(folder) / f"merging-{samples}"
-    place.mkdir()
+    run, parent = demo_plan(model, samples), Path(folder) / f"merging-{samples}"
+    parent.mkdir()
     start = time.perf_counter()
-    _write_shards(run, shards, place / "merged.h5", folder)
-    found: Result = {"journals": time.perf_counter() - start}
+    _write_shards(run, shards, parent / "merged.h5", folder)
+    result: Result = {"journals": time.perf_counter() - start}
     if once:
-        found["once"] = _time_single_file(run, place)
-    return found | {"merging": _time_merge(place / "merged.h5")}
+        result["once"] = _time_single_file(run, parent)
+    return result | {"merging": _time_merge(parent / "merged.h5")}
 
 
 def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
-    """Write the journals of all shards, with the text of the prompt, which all samples share."""
+    """Write the journals of all shards, with the text of the shared prompt."""
     text = PromptTexts(run.prompts, run.files.tokenizer.decode)[run.prompts[0].sample_id]
-    sample, texts = kept_sample(folder), dict.fromkeys(run.prompts.ids, text)
+    sample, texts = stored_sample(folder), dict.fromkeys(run.prompts.ids, text)
     for number in range(1, count + 1):
         record = ShardRecord(Shard(number, count), run.run, tuple(run.prompts.ids), {}, text=True)
         writer = ShardWriter(path, record, texts)
@@ -269,12 +269,12 @@ def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
         writer.finish()
 
 
-def _time_single_file(run: Plan, place: Path) -> float:
-    """Return the seconds of the file of a run without shards, whose journal has the shards' own files."""
-    path = place / "once.h5"
+def _time_single_file(run: Plan, folder: Path) -> float:
+    """Return the seconds of writing the file of a run without shards, from a journal of the shards' entries."""
+    path = folder / "once.h5"
     journal = Journal(journal_path(path))
     journal.begin(run.run)
-    for shard in find_shards(place / "merged.h5"):
+    for shard in find_shards(folder / "merged.h5"):
         for entry in shard.journal.folder.glob("*.npz"):
             os.link(entry, journal.folder / entry.name)
     writer = TraceWriter(path, run.run, run.prompts.ids, {})
@@ -290,5 +290,5 @@ def _time_merge(path: Path) -> dict[str, Any]:
         lines = finished.stderr.strip().splitlines() or ["no message"]
         msg = f"merging failed: {lines[-1]}"
         raise PerturbkvError(msg)
-    told: dict[str, Any] = json.loads(finished.stdout)
-    return told
+    result: dict[str, Any] = json.loads(finished.stdout)
+    return result

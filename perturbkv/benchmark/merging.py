@@ -1,6 +1,6 @@
-"""Merging shards in a process without torch, as `perturbkv merge` does: `python -m perturbkv.benchmark.merging TRACE`.
+"""A process that merges shards as `perturbkv merge` does: `python -m perturbkv.benchmark.merging TRACE`.
 
-It prints seconds and the process's peak bytes as JSON; this module imports no torch.
+It prints its seconds and its peak bytes as JSON; this module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from perturbkv.storage.run.shard_merging import merge_shards
 
 
 def process_bytes(field: str) -> int:
-    """Return VmRSS, the process's current bytes, or VmHWM, its peak; without proc(5) always the peak."""
+    """Return the bytes of this process: VmRSS, the current ones, or VmHWM, their peak; without proc(5) the peak."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))
@@ -23,19 +23,19 @@ def process_bytes(field: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def forget_peak() -> None:
-    """Reset the peak on Linux, so that loading does not count (proc(5), clear_refs)."""
+def reset_peak() -> None:
+    """Reset the peak of this process on Linux, so that loading does not count (proc(5), clear_refs)."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")
 
 
 def main(path: Path) -> None:
-    """Merge the shards beside a trace's path."""
+    """Merge the shards of a trace; print seconds and peak bytes."""
     start = time.perf_counter()
     merge_shards(path)
-    told = {"seconds": time.perf_counter() - start, "peak": process_bytes("VmHWM")}
-    sys.stdout.write(json.dumps(told) + "\n")
+    result = {"seconds": time.perf_counter() - start, "peak": process_bytes("VmHWM")}
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

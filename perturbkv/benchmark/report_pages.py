@@ -1,6 +1,7 @@
-"""Rows on a report: the size of its page, its loading time in headless Chromium, and how fast it follows a choice.
+"""The rows of `perturbkv doctor bench report`: size of a page, loading time, and time of a change of choice.
 
-The pages show synthetic traces of any size: numbers of plausible spread, kept sets that share most of their entries.
+Times are those of headless Chromium. The pages show synthetic traces of any size, with numbers of plausible spread and
+kept sets that share most of their entries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from perturbkv import kept_codec
 from perturbkv.benchmark.rows import NO_BROWSER, Report, Target
 from perturbkv.benchmark.subprocesses import machine
-from perturbkv.benchmark.suite import Found, Group, check_repeats, reported
+from perturbkv.benchmark.suite import Group, Values, check_repeats, run_groups
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, PerturbkvError
@@ -54,18 +55,18 @@ _CHOOSE = """([name, place]) => {
 
 
 def first_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds from opening the file until the first paint and until choices can be made, in new windows.
+    """Return the seconds from opening the file to the first paint, and until choices can be made, in new windows.
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not load.
     """
-    found: dict[str, list[float]] = {"paint": [], "ready": []}
+    times: dict[str, list[float]] = {"paint": [], "ready": []}
     with _chromium() as browser:
         for _ in range(repeats):
             page = _open(browser, path)
-            for name, asked in (("paint", _PAINTED), ("ready", _READY)):
-                found[name].append(_wait(page, asked) / 1000)
+            for name, expression in (("paint", _PAINTED), ("ready", _READY)):
+                times[name].append(_wait(page, expression) / 1000)
             page.context.close()
-    return found
+    return times
 
 
 def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
@@ -73,17 +74,17 @@ def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not measure its changes.
     """
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     with _chromium() as browser:
         page = _open(browser, path)
         _wait(page, _WHOLE)
         for part in _PARTS:
             page.evaluate("(id) => document.getElementById(id)?.scrollIntoView()", part)
             for name in ("baseline", "treatment", "budget", "measure", "sample"):
-                own = [_change_seconds(page, name) for _ in range(repeats)]
-                found[f"{name}, {part} on the screen"] = [one for one in own if one is not None]
+                changes = [_change_seconds(page, name) for _ in range(repeats)]
+                times[f"{name}, {part} on the screen"] = [one for one in changes if one is not None]
         page.context.close()
-    return found
+    return times
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def _open(browser: Any, path: Path) -> Any:
 
 
 def _change_seconds(page: Any, name: str) -> float | None:
-    """Return the seconds of one change; None where there is nothing to choose."""
+    """Return the seconds of a change of choice; None where there is nothing to choose."""
     before = len(page.evaluate(_CHANGES))
     if not page.evaluate(_CHOOSE, [name, 1]):
         return None
@@ -118,17 +119,17 @@ def _change_seconds(page: Any, name: str) -> float | None:
     return spent / 1000
 
 
-def _wait(page: Any, asked: str) -> float:
-    return _poll(page, lambda: page.evaluate(asked), asked)
+def _wait(page: Any, expression: str) -> float:
+    return _poll(page, lambda: page.evaluate(expression), expression)
 
 
-def _poll(page: Any, ask: Callable[[], Any], what: str) -> float:
-    """Return the first answer that is not None, asking again and again, as the page's policy forbids waiting in it."""
+def _poll(page: Any, function: Callable[[], Any], what: str) -> float:
+    """Return the first result that is not None; polled, as the policy of the page forbids waiting inside it."""
     end = time.perf_counter() + _LONGEST
     while time.perf_counter() < end:
-        if (found := ask()) is not None:
-            page.wait_for_timeout(200)  # let what is drawn when nothing else is to be done come to its end
-            return float(found)
+        if (result := function()) is not None:
+            page.wait_for_timeout(200)  # until what the page draws when idle is drawn
+            return float(result)
         page.wait_for_timeout(20)
     msg = f"expected {what} within {_LONGEST:g} seconds, got nothing"
     raise PerturbkvError(msg)
@@ -138,8 +139,8 @@ _SHARES = ("sigma_topk", "sigma_stage1", "retained_mass")
 _LOST = 10
 """Lost entries per head, as many as `measure` stores."""
 _OWN_NOISE = 0.3
-"""Standard deviation of a configuration's own preferences, over that of the common ones."""
-_MADE_HERE = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
+"""Standard deviation of the scores of one configuration, over that of the common scores."""
+_COMPUTED = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
 
 
 def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
@@ -149,7 +150,7 @@ def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple
     return tuple(configuration(budget, policy=policy, selection=name) for budget in budgets for policy, name in both)
 
 
-def made_trace(
+def synthetic_trace(
     samples: int,
     layers: int,
     heads: int,
@@ -160,9 +161,9 @@ def made_trace(
     kept: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """Return a synthetic trace of this size, of a sweep of 24 or of `configs`, with prompts and each head's losses.
+    """Return a synthetic trace of this size, of `configs` or a sweep of 24, with prompts and the losses of each head.
 
-    `kept`: with the positions of kept sets, else with their digests alone.
+    With `kept` it has the positions of kept sets, else their digests alone.
     """
     draw, configs = np.random.default_rng(seed), configs or sweep()
     sizes = {"sample": samples, "config": len(configs), "step": steps, "layer": layers, "head": heads}
@@ -176,14 +177,14 @@ def made_trace(
     arrays["question_tokens"] = np.zeros(samples, dtype=np.int64)
     arrays["evicted"] = np.ones((samples, len(configs)), dtype=np.uint8)
     shape = (samples, len(configs), layers, heads)
-    arrays |= _kept(shape, configs, tokens, draw) if kept else _digests(shape, configs, tokens, draw)
+    arrays |= _kept_sets(shape, configs, tokens, draw) if kept else _digests(shape, configs, tokens, draw)
     arrays |= _texts(samples, tokens)
     run = RunConfig(model="made", dataset="made", configs=configs, samples=samples, steps=steps)
-    return Trace(run, tuple(f"p{place}" for place in range(samples)), arrays)
+    return Trace(run, tuple(f"p{number}" for number in range(samples)), arrays)
 
 
 def _is_drawn(name: str, variable: Variable, sizes: Mapping[str, int]) -> bool:
-    others = name in _MADE_HERE or variable.in_rows or variable.dtype == "str"
+    others = name in _COMPUTED or variable.in_rows or variable.dtype == "str"
     return not others and set(variable.dims) <= sizes.keys()
 
 
@@ -196,29 +197,29 @@ def _numbers(name: str, variable: Variable, shape: tuple[int, ...], draw: np.ran
     return (unit * draw.lognormal(sigma=1.3, size=shape)).astype(variable.dtype)
 
 
-def _kept(
+def _kept_sets(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Return kept sets of the entries with the largest random scores, which configurations nearly share.
+    """Return kept sets of the entries with the largest random scores, which differ little between configurations.
 
     In the first layer the first two configurations have equal scores: heads of equal sets are tied.
     """
     counts, rows, lengths = [_count(one, tokens) for one in configs], [], []
     for _ in range(shape[0]):
-        liked = draw.normal(size=(shape[2] * shape[3], tokens)).astype(np.float32)
-        for place, count in enumerate(counts):
-            own = liked + np.float32(_OWN_NOISE) * draw.normal(size=liked.shape).astype(np.float32)
-            own[: shape[3]] = liked[: shape[3]] if place < 2 else own[: shape[3]]
+        common = draw.normal(size=(shape[2] * shape[3], tokens)).astype(np.float32)
+        for config, count in enumerate(counts):
+            own = common + np.float32(_OWN_NOISE) * draw.normal(size=common.shape).astype(np.float32)
+            own[: shape[3]] = common[: shape[3]] if config < 2 else own[: shape[3]]
             least = np.partition(own, tokens - count, axis=1)[:, tokens - count, np.newaxis]
             masks = np.packbits(own >= least, axis=1)
             code, length = kept_codec.encode_masks(masks, np.bitwise_count(masks).sum(axis=1).astype(np.int64))
             rows.append(code)
             lengths.append(length)
-    each = np.concatenate(lengths)
+    code_lengths = np.concatenate(lengths)
     return {
         "kept_code": np.concatenate(rows),
-        "kept_length": each.reshape(shape),
-        "kept_offset": (np.cumsum(each) - each).reshape(shape),
+        "kept_length": code_lengths.reshape(shape),
+        "kept_offset": (np.cumsum(code_lengths) - code_lengths).reshape(shape),
         "kept_count": np.broadcast_to(np.array(counts)[:, np.newaxis, np.newaxis], shape).copy(),
     }
 
@@ -238,7 +239,7 @@ def _count(config: EvictionConfig, tokens: int) -> int:
 
 def _texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
     """Return prompts of words of four characters each."""
-    text = "".join(f" {place % 9000 + 1000}" for place in range(tokens))
+    text = "".join(f" {index % 9000 + 1000}" for index in range(tokens))
     return {
         "prompt_count": np.full(samples, tokens),
         "prompt_offset": np.arange(samples) * tokens,
@@ -251,12 +252,11 @@ def _texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
 _SMALL = {"samples": 8, "layers": 30, "heads": 9}
 _LARGE = {"samples": 32, "layers": 32, "heads": 32}
 _MOST_TOKENS = 100_000
-_MILLION = 1e6
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The benchmark's options: `tokens` of each prompt, and `repeats` of everything that is timed."""
+    """The options of the benchmark: `tokens` of each prompt, and `repeats` of everything that is timed."""
 
     tokens: int = 1500
     repeats: int = 5
@@ -271,17 +271,17 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Measure the rows of these targets; `finished` gets each group's name.
+    """Measure the rows of these targets; call `finished` with each group.
 
-    Without a browser its rows have that as their reason.
+    Without a browser its rows have that as the reason instead of a value.
     """
     with tempfile.TemporaryDirectory(prefix="perturbkv-report-") as folder:
         groups = list(_groups(_Rows(settings, Path(folder))))
-        return reported(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
+        return run_groups(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
 
 
 def groups(settings: Settings) -> int:
-    """Return the number of groups that `measure` goes through."""
+    """Return the number of groups of `measure`."""
     return len(list(_groups(_Rows(settings, Path()))))
 
 
@@ -293,44 +293,44 @@ def _groups(rows: _Rows) -> Iterator[Group]:
 
 
 class _Rows:
-    """The rows of one run, which share the page that is opened."""
+    """The rows of one run of the benchmark, which share the small page."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
 
-    def small(self) -> Found:
-        """Return the megabytes of the page that is opened."""
+    def small(self) -> Values:
+        """Return the megabytes of the small page."""
         return {"report-small": self._size("small", _SMALL)}
 
-    def large(self) -> Found:
+    def large(self) -> Values:
         """Return the megabytes of a page of many more heads and samples."""
         return {"report-large": self._size("large", _LARGE)}
 
-    def first_times(self) -> Found:
+    def first_times(self) -> Values:
         """Return the medians of the seconds until first paint and until ready."""
-        found = first_times(self._page("small", _SMALL), self._settings.repeats)
-        return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in found.items()}
+        measured = first_times(self._page("small", _SMALL), self._settings.repeats)
+        return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in measured.items()}
 
-    def changes(self) -> Found:
+    def changes(self) -> Values:
         """Return the median and the maximum of all changes, in seconds."""
-        found = change_times(self._page("small", _SMALL), self._settings.repeats)
-        times = [one for own in found.values() for one in own]
+        changes = change_times(self._page("small", _SMALL), self._settings.repeats)
+        times = [one for values in changes.values() for one in values]
         if not times:
             msg = "expected a page with something to choose, got none"
             raise ConfigError(msg)
         return {
-            "report-change": (statistics.median(times), {"seconds": found}),
+            "report-change": (statistics.median(times), {"seconds": changes}),
             "report-change-most": (max(times), {"changes": len(times)}),
         }
 
     def _size(self, name: str, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
         start = time.perf_counter()
         size = self._page(name, shape).stat().st_size
-        return size / _MILLION, {"bytes": size, "seconds": time.perf_counter() - start, **shape}
+        return size / 1e6, {"bytes": size, "seconds": time.perf_counter() - start, **shape}
 
     def _page(self, name: str, shape: dict[str, int]) -> Path:
-        """Return the page's file, made when it is first needed."""
+        """Return the file of a page, made when it is first needed."""
         path = self._folder / f"{name}.html"
         if not path.exists():
-            report(made_trace(shape["samples"], shape["layers"], shape["heads"], self._settings.tokens), path)
+            report(synthetic_trace(shape["samples"], shape["layers"], shape["heads"], self._settings.tokens), path)
         return path

@@ -1,4 +1,4 @@
-"""The benchmark's rows with their targets, its JSON document, and the comparison of two reports."""
+"""The rows of the benchmark with their targets, its JSON document, and the comparison of two reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.user_files import FileKind
 
 FORMAT = 1
@@ -18,13 +18,13 @@ NO_GPU = "needs a CUDA device"
 NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
 NO_RAY = "Ray is not installed; pip install perturbkv[ray]"
 NO_BROWSER = "needs Chromium (apt-get install chromium) and Playwright; pip install perturbkv[browser]"
-"""Reasons for which a row need not be measured."""
+"""Reasons that excuse a row from being measured."""
 _EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY, NO_BROWSER)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A row's target: its description and the bound to reach; a value is better the farther it is inside.
+    """The target of a row: its description and the bound to reach; a value is better the farther it is inside.
 
     `cuda` rows need a GPU.
     """
@@ -35,7 +35,7 @@ class Target:
     at_least: bool = False
     cuda: bool = False
 
-    def reached(self, value: float) -> bool:
+    def is_reached(self, value: float) -> bool:
         """Return whether the value is inside the bound."""
         return value >= self.bound if self.at_least else value <= self.bound
 
@@ -90,7 +90,7 @@ class Row:
     Attributes:
         target: the target.
         value: the ratio; None where it was not measured.
-        reason: why it was not.
+        reason: the reason why it was not measured.
         details: seconds, bytes, phases: the parts of the ratio.
     """
 
@@ -103,7 +103,7 @@ class Row:
         """Return `reached`, `falls short` or `not measured`."""
         if self.value is None:
             return "not measured"
-        return "reached" if self.target.reached(self.value) else "falls short"
+        return "reached" if self.target.is_reached(self.value) else "falls short"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """Return the rows that should have been measured here and were not."""
+        """The rows that should have been measured on this machine and were not."""
         return [row.target.name for row in self.rows if row.value is None and row.reason not in _EXCUSES]
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def read(path: Path) -> Report:
     try:
         rows = tuple(_row(entry) for entry in document["rows"])
         _check_format(document["format"], [row.target.name for row in rows])
-        return Report(_facts(document["machine"]), _facts(document["settings"]), rows)
+        return Report(_object(document["machine"]), _object(document["settings"]), rows)
     except (ValueError, KeyError, TypeError) as error:
         raise _FILE.refusal(path, f"another document ({type(error).__name__}: {error})") from None
 
@@ -151,17 +151,17 @@ def _check_format(version: Any, names: Sequence[str]) -> None:
 
 def _row(entry: Mapping[str, Any]) -> Row:
     target = Target(
-        name=_typed(str, entry, "name"), what=_typed(str, entry, "what"), bound=_number(entry["bound"]),
-        at_least=_typed(bool, entry, "at_least"), cuda=_typed(bool, entry, "cuda"),
+        name=_field(str, entry, "name"), what=_field(str, entry, "what"), bound=_number(entry["bound"]),
+        at_least=_field(bool, entry, "at_least"), cuda=_field(bool, entry, "cuda"),
     )  # fmt: skip
     value = None if entry["value"] is None else _number(entry["value"])
-    return Row(target, value, _typed(str, entry, "reason"), _facts(entry["details"]))
+    return Row(target, value, _field(str, entry, "reason"), _object(entry["details"]))
 
 
 _Kind = TypeVar("_Kind", str, bool)
 
 
-def _typed(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
+def _field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
     value = entry[name]
     if not isinstance(value, kind):
         msg = f"{name} is {str(value)[:40]}"
@@ -177,17 +177,15 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _facts(held: Any) -> dict[str, Any]:
-    if not isinstance(held, dict):
-        msg = f"expected an object, got {str(held)[:40]}"
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        msg = f"expected an object, got {str(value)[:40]}"
         raise TypeError(msg)
-    return held
+    return value
 
 
 def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
     """Return the targets of these names, all of them for no name. Raises UnknownNameError."""
-    from perturbkv.errors import UnknownNameError
-
     known = tuple(target.name for target in targets)
     for name in names:
         if name not in known:
@@ -199,7 +197,7 @@ def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tu
 class Change:
     """A row in two reports; values are None where it was not measured.
 
-    `worse`: how much worse the new value is, as a share of the old one: below 0 it is better.
+    `worse` is the deterioration as a share of the old value: below 0 the new one is better.
     """
 
     name: str
@@ -212,7 +210,7 @@ class Change:
 def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
     """Return the change of every row of either report; one has regressed where it is worse by more than `tolerance`.
 
-    `tolerance` is a share of the old value. A row that is no longer measured has not regressed: nothing is known of it.
+    `tolerance` is a share of the old value. A row that is no longer measured has not regressed.
     Raises ConfigError for a negative tolerance.
     """
     if not tolerance >= 0:
@@ -222,7 +220,7 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
     after = {row.target.name: row for row in new.rows}
     changes = []
     for name in dict.fromkeys([*before, *after]):
-        was, now = (found[name].value if name in found else None for found in (before, after))
+        was, now = (rows[name].value if name in rows else None for rows in (before, after))
         at_least = (after if name in after else before)[name].target.at_least
         worse = _worse(was, now, at_least)
         changes.append(Change(name, was, now, worse, worse is not None and worse > tolerance))
@@ -230,7 +228,7 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
 
 
 def _worse(old: float | None, new: float | None, at_least: bool) -> float | None:
-    """Return how much worse a value is, as a share of the old one; None if one is missing or the share infinite."""
+    """Return the deterioration as a share of the old value; None if one is missing or the share is infinite."""
     if old is None or new is None or old == 0:
         return None
     worse = (old - new) / abs(old) if at_least else (new - old) / abs(old)

@@ -1,4 +1,4 @@
-"""Processor seconds of commands that should come at once, over those of importing a library that they need."""
+"""Processor seconds of commands that should start at once, over those of importing a library that they need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from perturbkv.errors import PerturbkvError
@@ -16,10 +15,10 @@ _TRACE = ("--samples", "2", "--length", "300", "--budget", "64")
 
 
 def seconds(model: str, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Return user and system seconds per turn of each command, and of the import that it is compared with.
+    """Return the processor seconds per turn of each command, and of the import that it is compared with.
 
-    `help` is `perturbkv -h` beside `import numpy`; `figure` is `perturbkv heads` of a finished trace, which is made
-    first, beside `import matplotlib.pyplot`. Raises PerturbkvError where a process fails.
+    `help` is `perturbkv -h` compared with `import numpy`; `figure` is `perturbkv heads` of a finished trace, which is
+    made first, compared with `import matplotlib.pyplot`. Raises PerturbkvError where a process fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.h5"
@@ -29,20 +28,17 @@ def seconds(model: str, repeats: int) -> dict[str, dict[str, list[float]]]:
             "help": ((_COMMAND, "-h"), ("import numpy",)),
             "figure": ((_COMMAND, *figure), ("import matplotlib.pyplot",)),
         }
-        found: dict[str, dict[str, list[float]]] = {name: {"command": [], "import": []} for name in work}
+        spent: dict[str, dict[str, list[float]]] = {name: {"command": [], "import": []} for name in work}
         for _ in range(repeats):
             for name, (command, library) in work.items():
-                found[name]["command"].append(_processor_seconds(*command))
-                found[name]["import"].append(_processor_seconds(*library))
-    return found
+                spent[name]["command"].append(_processor_seconds(*command))
+                spent[name]["import"].append(_processor_seconds(*library))
+    return spent
 
 
 def _processor_seconds(code: str, *arguments: str) -> float:
-    """Return what one Python process takes of the processor."""
-    return _of_process([sys.executable, "-c", code, *arguments])
-
-
-def _of_process(command: Sequence[str]) -> float:
+    """Return the user and system seconds of a Python process. Raises PerturbkvError where it fails."""
+    command = [sys.executable, "-c", code, *arguments]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         _, status, used = os.wait4(process.pid, 0)
@@ -50,6 +46,6 @@ def _of_process(command: Sequence[str]) -> float:
         if process.returncode != 0:
             log.seek(0)
             lines = log.read().decode(errors="replace").strip().splitlines() or ["no message"]
-            msg = f"the benchmark's process '{' '.join(command[3:]) or command[2]}' failed: {lines[-1]}"
+            msg = f"the benchmark's process '{' '.join(arguments) or code}' failed: {lines[-1]}"
             raise PerturbkvError(msg)
     return used.ru_utime + used.ru_stime

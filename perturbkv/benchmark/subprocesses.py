@@ -16,26 +16,26 @@ from typing import Any
 import torch
 import transformers
 
-from perturbkv.benchmark.merging import forget_peak, process_bytes
+from perturbkv.benchmark.merging import process_bytes, reset_peak
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
 Result = dict[str, Any]
 """The measurements of one piece of work, as a JSON object."""
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc returns freed memory at once, so that a process's peak counts used memory and not what it may reuse."""
+"""Settings with which glibc returns freed memory at once, so that the peak of a process counts used memory alone."""
 _ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-"""A namespace whose only network is the loopback (unshare(1))."""
+"""The command that runs another one in a namespace with the loopback as its only network (unshare(1))."""
 
 
-def in_process(work: str, *, exact_peak: bool = False, before: Sequence[str] = (), **arguments: Any) -> Result:
-    """Return the result of `work.<work>(**arguments)` from a fresh process, started through the command `before`.
+def in_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (), **arguments: Any) -> Result:
+    """Return the result of `work.<work>(**arguments)` from a new process, started through the command `prefix`.
 
     Raises PerturbkvError where the process fails.
     """
-    command = [*before, sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
-    surroundings = os.environ | (_EXACT_PEAK if exact_peak else {})
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
+    command = [*prefix, sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
+    environment = os.environ | (_EXACT_PEAK if exact_peak else {})
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if finished.returncode != 0:
         lines = finished.stderr.strip().splitlines() or ["no message"]
         msg = f"the benchmark's process '{work}' failed: {lines[-1]}"
@@ -45,7 +45,7 @@ def in_process(work: str, *, exact_peak: bool = False, before: Sequence[str] = (
 
 
 def without_network() -> tuple[str, ...]:
-    """Return the command that starts another one with the loopback alone; empty where the system forbids it."""
+    """Return the command prefix that leaves only the loopback network; empty where the system forbids it."""
     try:
         subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -54,7 +54,7 @@ def without_network() -> tuple[str, ...]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, the device's part included."""
+    """Return the seconds of a call, with the work of the device."""
     gc.collect()
     wait(device)
     start = time.perf_counter()
@@ -64,20 +64,20 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done its work."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Return the bytes before a call and at its peak: of the GPU's memory, or of the process."""
+    """Return the bytes of the GPU, or of the process, before a call and at its peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = int(torch.cuda.memory_allocated(device))
         work()
         return before, int(torch.cuda.max_memory_allocated(device))
-    forget_peak()
+    reset_peak()
     before = process_bytes("VmRSS")
     work()
     return before, process_bytes("VmHWM")
@@ -85,12 +85,12 @@ def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:
     """Return the description of the machine."""
-    place = pick_device(device)
+    chosen = pick_device(device)
     return {
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-        "dtype": str(pick_dtype(dtype, place)).removeprefix("torch."),
+        "dtype": str(pick_dtype(dtype, chosen)).removeprefix("torch."),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
@@ -98,7 +98,7 @@ def machine(device: str, dtype: str) -> Mapping[str, str]:
 
 
 def _processor() -> str:
-    """Return the CPU's name from Linux, else the architecture."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text().splitlines() if known.exists() else []
+    """Return the name of the CPU on Linux, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""Measuring the benchmark's rows: groups of rows that one or a few processes measure."""
+"""The rows of `perturbkv doctor bench`, in groups that one or a few processes measure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from perturbkv.models.aliases import DEFAULT
 
 _MOST_REPEATS = 1000
 _ANSWERED = {"tokens": 1500, "answer": 64}
-"""Tokens of a prompt and of its answer, whatever the other rows' prompts have."""
+"""Tokens of the prompt and the answer of the row `quality-12`."""
 _SEVEN_B = {"d_model": 4096, "heads": 32, "kv_heads": 8}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The benchmark's options; every time is the median over `repeats` turns."""
+    """The options of the benchmark; every time is the median over `repeats` turns."""
 
     model: str = DEFAULT
     tokens: int = 4096
@@ -39,7 +39,7 @@ class Settings:
             raise ConfigError(msg)
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return the arguments of most processes."""
+        """Return the arguments that most processes take."""
         return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
 
 
@@ -50,52 +50,54 @@ def check_repeats(repeats: int) -> None:
         raise ConfigError(msg)
 
 
-Found = dict[str, tuple[float, dict[str, Any]]]
+Values = dict[str, tuple[float, dict[str, Any]]]
 """Row name -> value and details."""
-Group = tuple[str, tuple[str, ...], Callable[[], Found]]
+Group = tuple[str, tuple[str, ...], Callable[[], Values]]
 """Rows that are measured together: the group's name, the rows' names, and the function that measures them."""
 
 
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Measure the rows of these targets, those of a GPU only where there is one; `finished` gets each group's name.
+    """Measure the rows of these targets, those of a GPU only where there is one; call `finished` with each group.
 
-    A row whose process fails has the reason; the others are measured. Raises ConfigError for a device that does not
+    A row whose process fails has the reason instead of a value. Raises ConfigError for a device that does not
     exist.
     """
-    about, names = machine(settings.device, settings.dtype), {target.name for target in targets}
-    return reported(about, asdict(settings), targets, _groups(settings, names), finished)
+    names = {target.name for target in targets}
+    return run_groups(
+        machine(settings.device, settings.dtype), asdict(settings), targets, _groups(settings, names), finished
+    )
 
 
-def reported(
-    about: Mapping[str, str],
+def run_groups(
+    machine: Mapping[str, str],
     settings: Mapping[str, Any],
     targets: Sequence[Target],
     groups: Iterable[Group],
     finished: Callable[[str], None],
 ) -> Report:
-    """Measure the groups that have one of the targets, one after the other; `finished` gets every group's name."""
-    names, found, reasons = {target.name for target in targets}, Found(), dict[str, str]()
-    for group, gives, work in groups:
-        if names & set(gives):
+    """Return the report of the groups that have a target, measured in turn; call `finished` with every group."""
+    names, values, reasons = {target.name for target in targets}, Values(), dict[str, str]()
+    for group, rows, work in groups:
+        if names & set(rows):
             try:
-                found |= work()
+                values |= work()
             except PerturbkvError as error:
-                reasons |= dict.fromkeys(gives, str(error))
+                reasons |= dict.fromkeys(rows, str(error))
         finished(group)
-    return Report(about, settings, tuple(_row(target, found, reasons) for target in targets))
+    return Report(machine, settings, tuple(_row(target, values, reasons) for target in targets))
 
 
-def _row(target: Target, found: Found, reasons: dict[str, str]) -> Row:
-    if target.name not in found:
+def _row(target: Target, values: Values, reasons: dict[str, str]) -> Row:
+    if target.name not in values:
         return Row(target, None, reasons.get(target.name, NO_GPU))
-    value, details = found[target.name]
+    value, details = values[target.name]
     return Row(target, value, "", details)
 
 
 def groups(settings: Settings) -> int:
-    """Return the number of groups that `measure` goes through."""
+    """Return the number of groups of `measure`."""
     return len(list(_groups(settings, set())))
 
 
@@ -119,36 +121,36 @@ def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
 _COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200, "scores-11": 11}
 
 
-def _times(settings: Settings, names: set[str]) -> Found:
+def _times(settings: Settings, names: set[str]) -> Values:
     counts = {name: count for name, count in _COUNTS.items() if name in names}
     measured = in_process("times", repeats=settings.repeats, counts=list(counts.values()), **settings.model_arguments())
-    found: Found = {}
+    values: Values = {}
     for name, count in counts.items():
         base = "prefill and 2 decodes" if count == 2 else "prefill"
-        found[name] = _ratio(measured["seconds"][str(count)], measured["seconds"][base])
-        found[name][1]["phases"] = measured["phases"][str(count)]
-    return found
+        values[name] = _ratio(measured["seconds"][str(count)], measured["seconds"][base])
+        values[name][1]["phases"] = measured["phases"][str(count)]
+    return values
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
-    """Return the median of the turns' ratios, with the seconds."""
+    """Return the median of the ratios of all turns, and their seconds."""
     value = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
     return value, {"seconds": list(seconds), "base_seconds": list(base)}
 
 
-def _presses(settings: Settings) -> Found:
+def _presses(settings: Settings) -> Values:
     if find_spec("kvpress") is None:
         raise ConfigError(NO_KVPRESS)
     spent = in_process("presses", repeats=settings.repeats, **settings.model_arguments())
     return {"presses-24": _ratio(spent["ours"], spent["presses"])}
 
 
-def _peaks(settings: Settings) -> Found:
+def _peaks(settings: Settings) -> Values:
     plain, swept = (in_process("peaks", count=count, **settings.model_arguments())["peak"] for count in (0, 24))
     return {"peak-24": (swept / plain, {"bytes": swept, "base_bytes": plain})}
 
 
-def _growth(settings: Settings) -> Found:
+def _growth(settings: Settings) -> Values:
     lengths = [settings.tokens // 2, settings.tokens * 2]
     arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
     arguments.pop("tokens")
@@ -160,13 +162,13 @@ def _norms_shapes(settings: Settings) -> dict[str, Any]:
     return {**_SEVEN_B, "entries": 8192, "dtype": "float32", "device": settings.device}
 
 
-def _norms(settings: Settings) -> Found:
+def _norms(settings: Settings) -> Values:
     spent = in_process("norms", repeats=settings.repeats, **_norms_shapes(settings))
     value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
     return {"norms-time": (value, {**details, "rate": spent["rate"], "matmul_rate": spent["matmul_rate"]})}
 
 
-def _norms_memory(settings: Settings) -> Found:
+def _norms_memory(settings: Settings) -> Values:
     ours, loop = (
         in_process("norms_peak", which=which, exact_peak=True, **_norms_shapes(settings))["extra"]
         for which in ("ours", "loop")
@@ -174,17 +176,17 @@ def _norms_memory(settings: Settings) -> Found:
     return {"norms-memory": (ours / loop, {"extra_bytes": ours, "base_extra_bytes": loop})}
 
 
-def _writing(settings: Settings, names: set[str]) -> Found:
-    found: Found = {}
+def _writing(settings: Settings, names: set[str]) -> Values:
+    values: Values = {}
     for name, count in (("writing-24", 24), ("writing-200", 200)):
         if name in names:
             spent = in_process("writing", count=count, repeats=settings.repeats, **settings.model_arguments())
             parts = zip(spent["run"], spent["journal"], spent["file"], strict=True)
-            found[name] = (statistics.median((journal + file) / run for run, journal, file in parts), spent)
-    return found
+            values[name] = (statistics.median((journal + file) / run for run, journal, file in parts), spent)
+    return values
 
 
-def _generation(settings: Settings) -> Found:
+def _generation(settings: Settings) -> Values:
     full, evicted = (
         in_process("generating", evicted=evicted, exact_peak=True, **settings.model_arguments())
         for evicted in (False, True)
@@ -193,19 +195,19 @@ def _generation(settings: Settings) -> Found:
     return {"generation": (saved["peak"] / saved["cache"], {"full": full, "evicted": evicted})}
 
 
-def _quality(settings: Settings) -> Found:
+def _quality(settings: Settings) -> Values:
     arguments = {**settings.model_arguments(), **_ANSWERED, "repeats": settings.repeats}
     spent = in_process("scoring", **arguments)
     value, details = _ratio(spent["seconds"]["scored"], spent["seconds"]["plain"])
     return {"quality-12": (value, {**details, "phases": spent["phases"], "batches": spent["batches"]})}
 
 
-def _startup(settings: Settings) -> Found:
+def _startup(settings: Settings) -> Values:
     spent = startup.seconds(settings.model, settings.repeats)
     return {f"startup-{name}": _ratio(one["command"], one["import"]) for name, one in spent.items()}
 
 
-def _triton(settings: Settings) -> Found:
+def _triton(settings: Settings) -> Values:
     shapes: dict[str, Any] = {**_SEVEN_B, "entries": 32768, "dtype": "bfloat16", "device": "cuda"}
     spent = in_process("norms", repeats=max(20, settings.repeats), **shapes)
     value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
@@ -216,7 +218,7 @@ def _triton(settings: Settings) -> Found:
     }
 
 
-def _cuda_sweep(settings: Settings) -> Found:
+def _cuda_sweep(settings: Settings) -> Values:
     measured = in_process(
         "times", model="random:mistral-7b", tokens=8192, repeats=max(5, settings.repeats), dtype="bfloat16",
         device="cuda", counts=[24],
@@ -225,7 +227,7 @@ def _cuda_sweep(settings: Settings) -> Found:
     return {"cuda-24": (value, {**details, "phases": measured["phases"]["24"]})}
 
 
-def _cuda_decoding(settings: Settings) -> Found:
+def _cuda_decoding(settings: Settings) -> Values:
     spent = in_process(
         "decoding", model="random:mistral-7b", tokens=32768, budget=1024, batch=4, steps=16,
         repeats=settings.repeats, dtype="bfloat16", device="cuda",

@@ -1,7 +1,7 @@
 """Work of the benchmark's processes: `python -m perturbkv.benchmark.work WORK JSON` prints a measurement as JSON.
 
-Value norms are timed beside a loop over heads and a matrix product on the same device. 24 configurations are timed as
-kvpress' presses, a prefill each, and by one traced prefill, in turns in one process.
+Value norms are compared with a loop over heads and a matrix product on the same device; 24 configurations of ours, by
+one prefill, with presses of kvpress, a prefill each. All are timed in turns in one process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from perturbkv.trace import SampleTrace
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return ν head by head: every head's projections are written, then summed."""
+    """Return ν, computed head by head from projections that are stored."""
     kv_heads, _, d_head = value.shape
     group = w_o.shape[1] // (kv_heads * d_head)
     return torch.stack(
@@ -56,36 +56,38 @@ def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
 _NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_norms, "loop": loop_norms}
 
 
-def _layer(entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
-    place, d_head = pick_device(device), d_model // heads
-    generator = torch.Generator(place).manual_seed(0)
-    made: dict[str, Any] = {"generator": generator, "device": place, "dtype": getattr(torch, dtype)}
-    return torch.randn(kv_heads, entries, d_head, **made), torch.randn(d_model, d_model, **made) / d_model**0.5
+def _random_layer(
+    entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str
+) -> tuple[Tensor, Tensor]:
+    chosen, d_head = pick_device(device), d_model // heads
+    generator = torch.Generator(chosen).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": chosen, "dtype": getattr(torch, dtype)}
+    return torch.randn(kv_heads, entries, d_head, **options), torch.randn(d_model, d_model, **options) / d_model**0.5
 
 
 @torch.inference_mode()
 def norms(repeats: int, **shapes: Any) -> Result:
     """Return the seconds of ν and of the loop, in turns, and the rates of ν and of a matrix product on the device."""
-    value, w_o = _layer(**shapes)
-    found: dict[str, list[float]] = {name: [] for name in _NORMS}
+    value, w_o = _random_layer(**shapes)
+    taken: dict[str, list[float]] = {name: [] for name in _NORMS}
     for turn in range(repeats + 1):
         for name, compute in _NORMS.items():
             spent = seconds(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
-            found[name] += [spent] if turn else []
+            taken[name] += [spent] if turn else []
     square = torch.randn_like(w_o)
     product = min(seconds(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
     operations = 2 * value.shape[1] * w_o.numel()
     return {
-        "seconds": found,
+        "seconds": taken,
         "matmul_rate": 2 * len(w_o) ** 3 / product,
-        "rate": [operations / spent for spent in found["ours"]],
+        "rate": [operations / spent for spent in taken["ours"]],
     }
 
 
 @torch.inference_mode()
 def norms_peak(which: str, **shapes: Any) -> Result:
-    """Return the bytes that ν (`ours`) or the loop takes beside inputs and result."""
-    value, w_o = _layer(**shapes)
+    """Return the bytes that ν (`ours`) or the loop takes, without inputs and result."""
+    value, w_o = _random_layer(**shapes)
     before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
     return {"extra": most - before}
 
@@ -94,9 +96,9 @@ BUDGETS = (128, 256, 512, 1024)
 
 
 def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], object]]:
-    """Return a prefill under each press at four budgets.
+    """Return a function per press and budget that prefills under it.
 
-    The presses are SnapKV's, PyramidKV's and AdaKV's, each also as CriticalKV's.
+    The presses are SnapKV, PyramidKV and AdaKV, each also within CriticalKV, at four budgets.
     """
     import kvpress
 
@@ -115,21 +117,21 @@ def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], obje
     return [lambda press=press: prefill(press) for press in presses]  # type: ignore[misc]
 
 
-def side_by_side(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
-    """Return the seconds of all presses and of ours, `repeats` times in turns."""
-    found: dict[str, list[float]] = {"presses": [], "ours": []}
+def time_presses(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
+    """Return the seconds of all presses and of `ours`, `repeats` times in turns."""
+    taken: dict[str, list[float]] = {"presses": [], "ours": []}
     runs = press_runs(adapter, token_ids)
     for _ in range(repeats):
-        found["presses"].append(sum(seconds(run, adapter.device) for run in runs))
-        found["ours"].append(seconds(ours, adapter.device))
-    return found
+        taken["presses"].append(sum(seconds(run, adapter.device) for run in runs))
+        taken["ours"].append(seconds(ours, adapter.device))
+    return taken
 
 
 _GENERATED = 32
 _SELECTIONS = ("attention", "two-stage")
 _LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",
           "expected-attention", "lava", "defensive")  # fmt: skip
-"""Scores that need no replay of the context."""
+"""Later scores that need no replay of the context."""
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
@@ -154,12 +156,12 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
     )
 
 
-def prompt(tokens: int) -> list[int]:
-    """Return random tokens, always the same."""
-    return torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+def random_tokens(count: int) -> list[int]:
+    """Return random token ids, always the same."""
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
+def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
     """Prefill and decode greedily, without hooks."""
     cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
     with torch.inference_mode():
@@ -168,8 +170,8 @@ def plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
             ids = logits[:, -1:].argmax(dim=-1)
 
 
-def traced(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
-    """Return one measured sample."""
+def trace_prompt(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
+    """Measure one prompt; return its sample."""
     return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _run(adapter, configs))
 
 
@@ -180,82 +182,84 @@ def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
 def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
     """Return the seconds of plain and traced runs, in turns, and the phases of the last traced ones."""
     adapter = load_model(model, dtype, device)
-    token_ids, where = prompt(tokens), adapter.device
+    token_ids = random_tokens(tokens)
     runs: dict[str, Callable[[], object]] = {
-        "prefill": lambda: plain(adapter, token_ids, 0),
-        "prefill and 2 decodes": lambda: plain(adapter, token_ids, 2),
+        "prefill": lambda: run_plain(adapter, token_ids, 0),
+        "prefill and 2 decodes": lambda: run_plain(adapter, token_ids, 2),
     }
-    runs |= {str(count): _tracing(adapter, token_ids, count) for count in counts}
+    runs |= {str(count): _trace_function(adapter, token_ids, count) for count in counts}
     runs["prefill"]()
     runs[str(counts[0])]()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     phases: dict[str, dict[str, float]] = {}
     for _ in range(repeats):
         for name, work in runs.items():
-            with timed(lambda: wait(where)) as spent:
-                taken[name].append(seconds(work, where))
+            with timed(lambda: wait(adapter.device)) as spent:
+                taken[name].append(seconds(work, adapter.device))
             phases[name] = dict(spent)
     return {"seconds": taken, "phases": {name: spent for name, spent in phases.items() if spent}}
 
 
-def _tracing(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
+def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
     configs = configurations(count)
-    return lambda: traced(adapter, token_ids, configs)
+    return lambda: trace_prompt(adapter, token_ids, configs)
 
 
 def presses(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
     """Return the seconds of 24 prefills under kvpress' presses, and of a traced sample of the same configurations."""
-    adapter, token_ids = load_model(model, dtype, device), prompt(tokens)
-    return side_by_side(adapter, token_ids, _tracing(adapter, token_ids, 24), repeats)
+    adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
+    return time_presses(adapter, token_ids, _trace_function(adapter, token_ids, 24), repeats)
 
 
 def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
     """Return the peak bytes of a plain prefill (`count` 0) or of a traced sample, weights included."""
-    adapter, token_ids = load_model(model, dtype, device), prompt(tokens)
-    work = _tracing(adapter, token_ids, count) if count else lambda: plain(adapter, token_ids, 0)
+    adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
+    work = _trace_function(adapter, token_ids, count) if count else lambda: run_plain(adapter, token_ids, 0)
     return {"peak": peak(work, adapter.device)[1]}
 
 
 def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Return the seconds of a traced sample less those of its prefill, for prompts of several lengths, in turns."""
+    """Return the seconds of a traced sample without its prefill, for prompts of several lengths, in turns."""
     adapter, configs = load_model(model, dtype, device), configurations(count)
-    traced(adapter, prompt(min(lengths)), configs)
-    found: dict[str, list[float]] = {str(length): [] for length in lengths}
+    trace_prompt(adapter, random_tokens(min(lengths)), configs)
+    taken: dict[str, list[float]] = {str(length): [] for length in lengths}
     for _ in range(repeats):
         for length in lengths:
             with timed(lambda: wait(adapter.device)) as spent:
-                whole = seconds(lambda length=length: traced(adapter, prompt(length), configs), adapter.device)  # type: ignore[misc]
-            found[str(length)].append(whole - (spent["prefill"] - spent["scores"] - spent["norms"]))
-    return {"seconds": found}
+                ids = random_tokens(length)
+                whole = seconds(lambda ids=ids: trace_prompt(adapter, ids, configs), adapter.device)  # type: ignore[misc]
+            taken[str(length)].append(whole - (spent["prefill"] - spent["scores"] - spent["norms"]))
+    return {"seconds": taken}
 
 
 def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Return the seconds of measuring one sample, and of writing it, in turns: the journal's part and the file's."""
+    """Return the seconds of measuring one sample, of its journal, and of its file, in turns."""
     adapter, configs, cpu = load_model(model, dtype, device), configurations(count), torch.device("cpu")
-    found: dict[str, list[float]] = {"run": [], "journal": [], "file": []}
+    ids = random_tokens(tokens)
+    taken: dict[str, list[float]] = {"run": [], "journal": [], "file": []}
     for _ in range(repeats + 1):
-        held: list[SampleTrace] = []
-        found["run"].append(seconds(lambda: held.append(traced(adapter, prompt(tokens), configs)), adapter.device))  # noqa: B023
+        samples: list[SampleTrace] = []
+        taken["run"].append(seconds(lambda: samples.append(trace_prompt(adapter, ids, configs)), adapter.device))  # noqa: B023
         with tempfile.TemporaryDirectory() as folder:
             writer = TraceWriter(Path(folder) / "trace.h5", _run(adapter, configs), ["benchmark"], {})
-            found["journal"].append(seconds(lambda: writer.append(held[0]), cpu))  # noqa: B023
-            found["file"].append(seconds(writer.finish, cpu))  # noqa: B023
-    return {name: spent[1:] for name, spent in found.items()}
+            taken["journal"].append(seconds(lambda: writer.append(samples[0]), cpu))  # noqa: B023
+            taken["file"].append(seconds(writer.finish, cpu))  # noqa: B023
+    return {name: spent[1:] for name, spent in taken.items()}
 
 
 def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
-    """Return the peak bytes of reading and generating from the full cache or an evicted one, and that cache's bytes."""
+    """Return the peak bytes of prefill and generation from the full or an evicted cache, and the bytes of the cache."""
     adapter = load_model(model, dtype, device)
-    run, whole = _run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(prompt(tokens)), 0)
+    run, prompt = _run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(random_tokens(tokens)), 0)
     adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
-    held: list[int] = []
+    sizes: list[int] = []
 
     def work() -> None:
-        read = read_evicting(adapter, whole, run, above=0 if evicted else tokens)
+        read = read_evicting(adapter, prompt, run, above=0 if evicted else tokens)
         generate(adapter, read, (), generated)
-        held.append(read.cache.nbytes)
+        sizes.append(read.cache.nbytes)
 
-    return {"peak": peak(work, adapter.device)[1], "cache": held[0]}
+    return {"peak": peak(work, adapter.device)[1], "cache": sizes[0]}
 
 
 def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, device: str) -> Result:
@@ -265,14 +269,14 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
     """
     adapter = load_model(model, dtype, device)
     adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
-    prompts = Prompts((Prompt("benchmark", tuple(prompt(tokens)), 0, answers=("0",)),), "benchmark")
+    prompts = Prompts((Prompt("benchmark", tuple(random_tokens(tokens)), 0, answers=("0",)),), "benchmark")
     placement = Placement(adapter.dtype, torch.device(adapter.device))
     settings = Settings(generate=answer)
     planned = plan(
         ModelFiles.from_adapter(adapter), placement, prompts, configurations(12), settings, Resources(), adapter
     )
     runs: dict[str, Callable[[], object]] = {
-        "plain": lambda: plain(adapter, prompts[0].token_ids, answer - 1),
+        "plain": lambda: run_plain(adapter, prompts[0].token_ids, answer - 1),
         "scored": lambda: trace_sample(adapter, prompts[0], planned.resolved, planned.resources),
     }
     runs["plain"]()
@@ -296,12 +300,12 @@ def decoding(
     evicted: list[float] = []
     for _ in range(repeats + 1):
         cache = _random_cache(adapter, batch, tokens)
-        compact = CompactCache([_cut(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
-        full.append(seconds(lambda cache=cache: _steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
+        compact = CompactCache([_keep_last(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
+        full.append(seconds(lambda cache=cache: _decode(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
         del cache
         with decode_from(adapter, compact):
             evicted.append(
-                seconds(lambda compact=compact: _steps(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
+                seconds(lambda compact=compact: _decode(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
             )
     return {"full": full[1:], "evicted": evicted[1:]}
 
@@ -314,8 +318,8 @@ def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
     return cache
 
 
-def _cut(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
-    """Return the last `budget` entries of every row and key/value head."""
+def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
+    """Return a layer of the last `budget` entries of every row and key/value head."""
     rows = [
         KeptEntries.of(list(key[:, -budget:]), list(value[:, -budget:]))
         for key, value in zip(keys, values, strict=True)
@@ -323,7 +327,7 @@ def _cut(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> Compact
     return CompactLayer(rows, adapter.heads, keys.shape[2])
 
 
-def _steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
+def _decode(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
     for _ in range(steps):
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1:].argmax(dim=-1)

@@ -46,7 +46,7 @@ class Block:
     keys: Tensor
     values: Tensor
     padding: Bool[Tensor, "segment longest"] | None
-    places: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
+    query_index: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
 
     @property
     def nbytes(self) -> int:
@@ -58,12 +58,12 @@ class Block:
         """Bytes of one entry's key and value."""
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
-    def entries(self, place: int) -> tuple[Tensor, Tensor]:
+    def entries(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one segment, as views."""
-        length = self.segments[place].length
-        return self.keys[place, :length], self.values[place, :length]
+        length = self.segments[index].length
+        return self.keys[index, :length], self.values[index, :length]
 
-    def only(self, rows: Sequence[int]) -> Block | None:
+    def keep_rows(self, rows: Sequence[int]) -> Block | None:
         """Return the segments of these rows, renumbered by their index in `rows`; None where there are none.
 
         They are copied where other segments are dropped.
@@ -71,18 +71,18 @@ class Block:
         kept, segments = select_rows(self.segments, rows)
         if not kept:
             return None
-        places = query_indices(segments, self.keys.device)
+        indices = query_indices(segments, self.keys.device)
         if len(kept) == len(self.segments):
-            return replace(self, segments=segments, places=places)
+            return replace(self, segments=segments, query_index=indices)
         chosen, longest = to_device(kept, self.keys.device), segments[0].length
         keys, values = (kind[chosen, :longest] for kind in (self.keys, self.values))
         padding = None if self.padding is None else self.padding[chosen, :longest]
-        return Block(segments, keys, values, padding, places)
+        return Block(segments, keys, values, padding, indices)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
         work = torch.promote_types(query.dtype, torch.float32)
-        grouped = query[self.places]
+        grouped = query[self.query_index]
         segments, group, queries, d_head = grouped.shape
         scaled = (grouped.to(work) * scale).reshape(segments, group * queries, d_head)
         logits = scaled @ self.keys.to(work).transpose(1, 2)
@@ -92,18 +92,11 @@ class Block:
         output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
         return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
 
-    def unseen(
-        self, asked: Float[Tensor, "segment group query d_head"]
-    ) -> (
-        Bool[
-            Tensor,
-            (
-                segment  # asked longest
-            ),
-        ]
-        | None
-    ):
-        """Return a mask of the entries that queries do not attend to, the padding; None where there is none."""
+    def unseen(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
+        """Return a mask (segment, query or 1, longest) of the entries that queries do not attend to, the padding.
+
+        None where there is none.
+        """
         return None if self.padding is None else self.padding.unsqueeze(1)
 
 
@@ -121,7 +114,7 @@ class Packed:
     begins: list[int]
     starts: Int[Tensor, " segment_and_end"]
     lengths: Int[Tensor, " segment"] | None
-    places: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
+    query_index: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
     kernel: Kernel
 
     @property
@@ -135,12 +128,12 @@ class Packed:
         """Bytes of one entry's key and value."""
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
-    def entries(self, place: int) -> tuple[Tensor, Tensor]:
+    def entries(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one segment, as views."""
-        own = slice(self.begins[place], self.begins[place] + self.segments[place].length)
-        return self.keys[own, 0], self.values[own, 0]
+        entries = slice(self.begins[index], self.begins[index] + self.segments[index].length)
+        return self.keys[entries, 0], self.values[entries, 0]
 
-    def only(self, rows: Sequence[int]) -> Packed | None:
+    def keep_rows(self, rows: Sequence[int]) -> Packed | None:
         """Return the segments of these rows without copying, renumbered by their index in `rows`.
 
         None where there are none. Entries between them are skipped, and stay in memory.
@@ -150,28 +143,28 @@ class Packed:
             return None
         lengths = [segment.length for segment in segments]
         first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
-        begins = [*(self.begins[place] - first for place in kept), end - first]
+        begins = [*(self.begins[index] - first for index in kept), end - first]
         starts, used = (to_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
-        keys, values, places = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
-        return Packed(segments, keys, values, begins, starts, used, places, self.kernel)
+        keys, values, indices = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
+        return Packed(segments, keys, values, begins, starts, used, indices, self.kernel)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
-        grouped = query[self.places].transpose(1, 2)  # (segment, query, group, d_head)
+        grouped = query[self.query_index].transpose(1, 2)  # (segment, query, group, d_head)
         segments, queries, group, d_head = grouped.shape
-        asked_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
+        query_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
         longest = max(segment.length for segment in self.segments)
-        rows, places = grouped.reshape(-1, group, d_head), (asked_starts, self.starts, queries, longest)
-        output, total = self.kernel(rows, self.keys, self.values, *places, scale, self.lengths)
+        rows, layout = grouped.reshape(-1, group, d_head), (query_starts, self.starts, queries, longest)
+        output, total = self.kernel(rows, self.keys, self.values, *layout, scale, self.lengths)
         totals = total.view(group, segments, queries).transpose(0, 1)
         return output.view(segments, queries, group, d_head).transpose(1, 2), totals
 
 
 def select_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
     """Return the indices of the segments of these rows, and the segments with rows renumbered by `rows`."""
-    named = {row: place for place, row in enumerate(rows)}
-    kept = [place for place, segment in enumerate(segments) if segment.row in named]
-    return kept, [replace(segments[place], row=named[segments[place].row]) for place in kept]
+    renumbered = {row: index for index, row in enumerate(rows)}
+    kept = [index for index, segment in enumerate(segments) if segment.row in renumbered]
+    return kept, [replace(segments[index], row=renumbered[segments[index].row]) for index in kept]
 
 
 def query_indices(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -186,9 +179,9 @@ def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
     longest, device = segments[0].length, kept.keys.device
     lengths = to_device([[segment.length] for segment in segments], device)
     starts = to_device([[segment.start] for segment in segments], device)
-    place = torch.arange(longest, device=device)
-    keys, values = kept.take(starts + torch.minimum(place, lengths - 1))
-    padding = place >= lengths if segments[-1].length < longest else None
+    index = torch.arange(longest, device=device)
+    keys, values = kept.take(starts + torch.minimum(index, lengths - 1))
+    padding = index >= lengths if segments[-1].length < longest else None
     return Block(segments, keys, values, padding, query_indices(segments, device))
 
 
@@ -214,7 +207,7 @@ class PassingBlock:
     kernel: Kernel | None
 
     @cached_property
-    def places(self) -> tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]:
+    def query_index(self) -> tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]:
         """Index of each segment's queries into (row, head, …)."""
         return query_indices(self.segments, self.kept.keys.device)
 
@@ -235,11 +228,11 @@ class PassingBlock:
             return padded_block(self.kept, self.segments)
         return packed_block(self.kept, self.segments, self.kernel)
 
-    def entries(self, place: int) -> tuple[Tensor, Tensor]:
+    def entries(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one segment."""
-        return self.to_block().entries(place)
+        return self.to_block().entries(index)
 
-    def only(self, rows: Sequence[int]) -> PassingBlock | None:
+    def keep_rows(self, rows: Sequence[int]) -> PassingBlock | None:
         """Return the segments of these rows, renumbered by their index in `rows`; None where there are none."""
         _, segments = select_rows(self.segments, rows)
         return replace(self, segments=segments) if segments else None
@@ -255,7 +248,7 @@ class ReadBlock(Block):
 
     reader: Reader
 
-    def unseen(self, asked: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment asked longest"]:
+    def unseen(self, queries: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment query longest"]:
         """Return a mask of the entries that a query does not attend to."""
-        read = self.reader(asked.flatten(0, 1))
-        return ~read.view(asked.shape[0], -1, read.shape[-1])
+        attended = self.reader(queries.flatten(0, 1))
+        return ~attended.view(queries.shape[0], -1, attended.shape[-1])

@@ -33,9 +33,9 @@ _NOTHING: Mapping[int, StandIn] = MappingProxyType({})
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
 
-    A `passing` layer leaves the entries where they are, and copies them block by block in every pass. By row,
-    `stand_ins` replace the evicted entries, where a configuration corrects for them. Raises ConfigError where the
-    layout is rectangular and a row's kept sets differ in length.
+    A `passing` layer leaves the entries in the full cache, and copies them block by block in every pass. `stand_ins`
+    are, by row, the corrections for evicted entries. Raises ConfigError where the layout is rectangular and a row's
+    kept sets differ in length.
     """
 
     is_sliding = False
@@ -56,7 +56,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.tail_from, self.stand_ins = [0] * len(entries), stand_ins
         self.attached = False
 
-    def fresh(self) -> CompactLayer:
+    def fork(self) -> CompactLayer:
         """Return another layer that shares the frozen entries; valid only before any decoding."""
         other = copy.copy(self)
         other.tail_from = [0] * self.batch
@@ -66,7 +66,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
             msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
             raise ConfigError(msg)
-        self.borrowed = {row: given for row, given in enumerate(entries) if given.rectangle is not None}
+        self.borrowed_rows = {row: kept for row, kept in enumerate(entries) if kept.rectangle is not None}
         self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0, self.passing)
         self.kept_entries = sum(sum(row.lengths) for row in entries)
 
@@ -79,9 +79,11 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         for block in self.blocks:
             partial, weight = block.attend(query, scale)
             partial, weight = partial.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
-            mine = total[block.places].unsqueeze(-1)
-            joint = torch.logaddexp(mine, weight)
-            output[block.places] = output[block.places] * (mine - joint).exp() + partial * (weight - joint).exp()
+            before = total[block.query_index].unsqueeze(-1)
+            joint = torch.logaddexp(before, weight)
+            output[block.query_index] = (
+                output[block.query_index] * (before - joint).exp() + partial * (weight - joint).exp()
+            )
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -99,9 +101,9 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     def _unseen(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
         """Return True where a tail entry is later than the query, or is already in the row's block."""
         newest = torch.arange(self.length - queries, self.length, device=device)
-        place = torch.arange(self.length, device=device)
+        index = torch.arange(self.length, device=device)
         compressed = to_device(self.tail_from, device).view(-1, 1, 1, 1)
-        return (place > newest.unsqueeze(-1)) | (place < compressed)
+        return (index > newest.unsqueeze(-1)) | (index < compressed)
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +113,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     @property
     def borrowed_nbytes(self) -> int:
         """Bytes of `nbytes` that rows which keep everything borrow, counted once for each of them."""
-        return sum(tensor.nbytes for row in self.borrowed.values() for tensor in row.rectangle or ())
+        return sum(tensor.nbytes for row in self.borrowed_rows.values() for tensor in row.rectangle or ())
 
     @property
     def kept_nbytes(self) -> int:
@@ -129,7 +131,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
             return self._frozen(row)
         sets = self._frozen(row).sets()
         kept = slice(self.tail_from[row], self.length)
-        kv_heads = [place * self.keys.shape[1] // len(sets) for place in range(len(sets))]
+        kv_heads = [index * self.keys.shape[1] // len(sets) for index in range(len(sets))]
         keys, values = (
             [torch.cat([frozen[kind], tail[row, head, kept]]) for frozen, head in zip(sets, kv_heads, strict=True)]
             for kind, tail in enumerate((self.keys, self.values))
@@ -138,33 +140,35 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
 
     def replace(self, rows: dict[int, KeptEntries]) -> None:
         """Freeze new entries for some rows, whose tails become empty; other rows are unchanged."""
-        every = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
-        self._lay_out(every)
+        entries = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
+        self._lay_out(entries)
         for row in rows:
             self.tail_from[row] = self.length
         self._drop_dead_tail()
 
-    def only(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        blocks = [block.only(rows) for block in self.blocks]
+        blocks = [block.keep_rows(rows) for block in self.blocks]
         self.blocks = [block for block in blocks if block is not None]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
-        self.borrowed = {place: self.borrowed[row] for place, row in enumerate(rows) if row in self.borrowed}
-        self.stand_ins = {place: self.stand_ins[row] for place, row in enumerate(rows) if row in self.stand_ins}
+        self.borrowed_rows = {
+            index: self.borrowed_rows[row] for index, row in enumerate(rows) if row in self.borrowed_rows
+        }
+        self.stand_ins = {index: self.stand_ins[row] for index, row in enumerate(rows) if row in self.stand_ins}
         self.batch, self.tail_from = len(rows), [self.tail_from[row] for row in rows]
-        self._only(rows)
+        self._keep_tail_rows(rows)
 
     def forget(self, after: int) -> None:
         """Drop the tokens decoded after the first `after`; kept entries stay."""
         self.length, self.tail_from = after, [0] * self.batch
 
     def _frozen(self, row: int) -> KeptEntries:
-        if row in self.borrowed:
-            return self.borrowed[row]
+        if row in self.borrowed_rows:
+            return self.borrowed_rows[row]
         sets = {
-            segment.head: block.entries(place)
+            segment.head: block.entries(index)
             for block in self.blocks
-            for place, segment in enumerate(block.segments)
+            for index, segment in enumerate(block.segments)
             if segment.row == row
         }
         pieces = [sets[head] for head in sorted(sets)]
@@ -192,12 +196,13 @@ class CompactCache(Cache):  # type: ignore[misc]
     """A cache of the kept entries only, one configuration per row of the batch, for use in `capture.decode_from`.
 
     Layers that a model does not evict, because they have a sliding window, are among `layers`; `evicted` are the
-    others. `behind` is, per row, how far the next position is before the prompt's end; empty: 0 in every row.
+    others. `position_offsets` are, per row, how far the next position is before the
+    prompt's end; empty: 0 in every row.
     """
 
-    def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], behind: Sequence[int] = ()) -> None:
+    def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], position_offsets: Sequence[int] = ()) -> None:
         super().__init__(layers=list(layers))
-        self.behind = list(behind)
+        self.position_offsets = list(position_offsets)
 
     @property
     def evicted(self) -> list[CompactLayer]:
@@ -206,10 +211,10 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
         """Return the positions of the next tokens in each row; None where they follow the prompt's end in all rows."""
-        if not any(self.behind):
+        if not any(self.position_offsets):
             return None
         seen: int = self.get_seq_length()
-        first = seen - to_device(self.behind, device)
+        first = seen - to_device(self.position_offsets, device)
         return first.unsqueeze(-1) + torch.arange(tokens, device=device)
 
     @property
@@ -227,20 +232,20 @@ class CompactCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.forget(after)
 
-    def only(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         if list(rows) == list(range(self.layers[0].batch)):
             return
         for layer in self.layers:
-            layer.only(rows)
-        self.behind = [self.behind[row] for row in rows] if self.behind else []
+            layer.keep_rows(rows)
+        self.position_offsets = [self.position_offsets[row] for row in rows] if self.position_offsets else []
 
-    def fresh(self) -> CompactCache:
+    def fork(self) -> CompactCache:
         """Return another cache that shares the kept entries; valid only before any decoding.
 
         Later decoding or compression in one of them does not change the other.
         """
-        return CompactCache([layer.fresh() for layer in self.layers], self.behind)
+        return CompactCache([layer.fork() for layer in self.layers], self.position_offsets)
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid updates; `capture.decode_from` does both."""
@@ -266,7 +271,7 @@ class SharedCache(Cache):  # type: ignore[misc]
 
 
 class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """Transformers' sliding layer, which keeps a view of all it was given; this one copies its window."""
+    """A sliding layer that copies its window, where transformers' keeps a view of all entries it was given."""
 
     keys: Tensor
     values: Tensor
@@ -289,7 +294,7 @@ def full_cache(adapter: Adapter) -> DynamicCache:
     return cache
 
 
-def windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
+def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
     """Return the windows of the layers that are not measured, by index; later decoding does not change them."""
     others = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
     sliding = {index: cache.layers[index] for index in others}
@@ -299,30 +304,32 @@ def windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
     }
 
 
-def restore_windows(cache: Cache, held: Mapping[int, Window]) -> None:
-    """Restore the windows of the layers that are not measured to those that `windows` returned."""
-    for index, window in held.items():
+def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
+    """Restore the windows of the layers that are not measured to those that `sliding_windows` returned."""
+    for index, window in windows.items():
         layer: Any = cache.layers[index]
         layer.keys, layer.values = window.keys.unsqueeze(0), window.values.unsqueeze(0)
         layer.cumulative_length = window.seen
 
 
-def restored(adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], held: Mapping[int, Window]) -> DynamicCache:
-    """Return a full cache with these entries (kv_head, entry, d_head) of the measured layers and the other windows."""
+def rebuild_cache(
+    adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], windows: Mapping[int, Window]
+) -> DynamicCache:
+    """Return a full cache with these entries (kv_head, entry, d_head) of measured layers and windows of the others."""
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
-    for index, window in held.items():
+    for index, window in windows.items():
         cache.layers[index].update(window.keys.unsqueeze(0), window.values.unsqueeze(0))
-    restore_windows(cache, held)
+    restore_windows(cache, windows)
     return cache
 
 
-def beside(
-    adapter: Adapter, compacted: Sequence[CompactLayer], held: Mapping[int, Window]
+def join_layers(
+    adapter: Adapter, compacted: Sequence[CompactLayer], windows: Mapping[int, Window]
 ) -> list[CompactLayer | SlidingLayer]:
     """Return the layers of a compact cache: the measured ones, and the other layers' windows at their indices."""
     rows = compacted[0].batch
     layers: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, compacted, strict=True))
-    layers |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in held.items()}
+    layers |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in windows.items()}
     return [layers[index] for index in sorted(layers)]

@@ -32,15 +32,15 @@ class KeptEntries:
     """The kept entries of one configuration in one layer, as indices until a cache copies them.
 
     Attributes:
-        keys, values: (place, d_head), of this row alone or shared with other rows.
-        index: indices of the kept entries into `place`, one kept set after the other.
+        keys, values: (source, d_head), of this row alone or shared with other rows.
+        index: indices of the kept entries into `source`, one kept set after the other.
         lengths: number of entries of each kept set.
         rectangle: keys and values (kept_head, kept, d_head) of a row that keeps all entries and borrows them.
         reader: entries that such a row attends to; None: all of them.
     """
 
-    keys: Float[Tensor, "place d_head"]
-    values: Float[Tensor, "place d_head"]
+    keys: Float[Tensor, "source d_head"]
+    values: Float[Tensor, "source d_head"]
     index: Int[Tensor, " kept"]
     lengths: list[int]
     rectangle: tuple[Tensor, Tensor] | None = None
@@ -71,8 +71,8 @@ def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_
 class EntryPool:
     """Storage of the entries of all rows; `index` lists them, segment after segment."""
 
-    keys: Float[Tensor, "place d_head"]
-    values: Float[Tensor, "place d_head"]
+    keys: Float[Tensor, "source d_head"]
+    values: Float[Tensor, "source d_head"]
     index: Int[Tensor, " entry"]
 
     @property
@@ -80,11 +80,11 @@ class EntryPool:
         """Bytes of one entry's key and value."""
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
-    def take(self, places: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
+    def take(self, indices: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
         """Copy the entries at these positions of the index."""
-        chosen = self.index[places.flatten()]
+        chosen = self.index[indices.flatten()]
         return tuple(  # type: ignore[return-value]
-            kind.index_select(0, chosen).view(*places.shape, -1) for kind in (self.keys, self.values)
+            kind.index_select(0, chosen).view(*indices.shape, -1) for kind in (self.keys, self.values)
         )
 
 
@@ -104,14 +104,14 @@ def pool_entries(rows: Sequence[KeptEntries]) -> EntryPool:
     return EntryPool(keys, values, torch.cat([row.index + starts[id(row.keys)] for row in rows]))
 
 
-_GATHERS_BITS = 0x8040201008040201 - 2**64
-"""A bit at every ninth position: a product with it moves byte i to bit 63 − i. As a signed number."""
+_BIT_GATHERING_FACTOR = 0x8040201008040201 - 2**64
+"""A bit at every ninth position, as a signed number: a product with it moves byte i to bit 63 − i."""
 Lengths = list[list[int]]
 """Number of entries that each kept set of each configuration keeps in one layer."""
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptBatch:
     """The entries that a batch of configurations keeps in one layer.
 
     Attributes:
@@ -129,46 +129,45 @@ class Kept:
 
 def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
     """Return the number of kept entries per kept set, for every layer, with a single transfer from the device."""
-    counts = [group.budgets.kept_entries for found in layers for group in found]
+    counts = [group.budgets.kept_entries for groups in layers for group in groups]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
     numbers = iter(flat)
     result = []
-    for found in layers:
+    for groups in layers:
         layer: Lengths = [[] for _ in range(configs)]
-        for group in found:
-            for place in group.config_indices:
-                layer[place] = [next(numbers) for _ in range(group.kept_heads)]
+        for group in groups:
+            for index in group.config_indices:
+                layer[index] = [next(numbers) for _ in range(group.kept_heads)]
         result.append(layer)
     return result
 
 
-def keep(
-    found: Sequence[AnyGroup],
+def gather_kept(
+    groups: Sequence[AnyGroup],
     batch: Collection[int],
     lengths: Lengths,
     key: Float[Tensor, "kv_head key d_head"],
     value: Float[Tensor, "kv_head key d_head"],
-) -> Kept:
-    """Return the entries of a layer's full cache that the configurations of `batch` keep.
-
-    The layout copies them later.
-    """
+) -> KeptBatch:
+    """Return the entries of a layer's full cache that the configurations of `batch` keep, as indices."""
     masks, order = [], []
-    for group in found:
-        rows = [row for row, place in enumerate(group.config_indices) if place in batch]
+    for group in groups:
+        rows = [row for row, config in enumerate(group.config_indices) if config in batch]
         if rows:
             chosen = slice(None) if len(rows) == len(group.config_indices) else to_device(rows, key.device)
             masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
             order += [group.config_indices[row] for row in rows]
     kept = torch.cat(masks)
-    segment, position = _nonzero(kept, sum(sum(lengths[place]) for place in order))
-    starts = to_device([start for place in order for start in _starts(len(lengths[place]), *key.shape[:2])], key.device)
-    pieces = torch.split(starts[segment] + position, [sum(lengths[place]) for place in order])
+    segment, position = _nonzero(kept, sum(sum(lengths[config]) for config in order))
+    starts = to_device(
+        [start for config in order for start in _starts(len(lengths[config]), *key.shape[:2])], key.device
+    )
+    pieces = torch.split(starts[segment] + position, [sum(lengths[config]) for config in order])
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     entries = {
-        place: KeptEntries(keys, values, index, lengths[place]) for place, index in zip(order, pieces, strict=True)
+        config: KeptEntries(keys, values, index, lengths[config]) for config, index in zip(order, pieces, strict=True)
     }
-    return Kept(tuple(order), position.to(torch.int32), entries, pack_bits(kept))
+    return KeptBatch(tuple(order), position.to(torch.int32), entries, pack_bits(kept))
 
 
 def pack_bits(mask: Bool[Tensor, "row key"]) -> UInt8[Tensor, "row byte"]:
@@ -177,7 +176,7 @@ def pack_bits(mask: Bool[Tensor, "row key"]) -> UInt8[Tensor, "row byte"]:
     Each number of eight bytes 0 or 1 becomes one byte by a product whose highest byte has all eight bits.
     """
     whole = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
-    return ((whole.contiguous().view(torch.int64) * _GATHERS_BITS) >> 56).to(torch.uint8)
+    return ((whole.contiguous().view(torch.int64) * _BIT_GATHERING_FACTOR) >> 56).to(torch.uint8)
 
 
 def _starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
@@ -187,12 +186,12 @@ def _starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
 
 def _nonzero(mask: Bool[Tensor, "row key"], count: int) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the `count` true elements, row by row, without synchronising with CUDA."""
-    places = torch.nonzero_static(mask, size=count) if mask.is_cuda else mask.nonzero()
-    row, column = places.unbind(dim=-1)
+    indices = torch.nonzero_static(mask, size=count) if mask.is_cuda else mask.nonzero()
+    row, column = indices.unbind(dim=-1)
     return row, column
 
 
-COMPOSING = ("default", "linear", "llama3", "yarn")
+COMPOSING_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """transformers' `rope_type`s whose frequencies are independent of the text's length."""
 
 
@@ -207,29 +206,31 @@ def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: 
             "sliding layers share; use positions=kept"
         )
         raise ModelError(msg)
-    if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING:
+    if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING_ROPE_TYPES:
         msg = (
-            f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING)}, got '{kind}' of "
-            f"model '{name}', which change with the length of the text; use positions=kept"
+            f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING_ROPE_TYPES)}, got "
+            f"'{kind}' of model '{name}', which change with the length of the text; use positions=kept"
         )
         raise ModelError(msg)
 
 
-def positions_behind(configs: Iterable[ResolvedConfig], n: int) -> list[int]:
+def position_offsets(configs: Iterable[ResolvedConfig], n: int) -> list[int]:
     """Return n minus each configuration's next position: n − min(b, n) for positions in the cache, else 0."""
     return [n - config.kept_entries(n) if config.in_cache else 0 for config in configs]
 
 
-def positions_in_cache(kept: Kept, configs: Sequence[ResolvedConfig], frequencies: Float[Tensor, " frequency"]) -> Kept:
-    """Return the same entries, with keys rotated to their positions in the cache where a configuration asks for it.
+def rotate_to_cache_positions(
+    kept: KeptBatch, configs: Sequence[ResolvedConfig], frequencies: Float[Tensor, " frequency"]
+) -> KeptBatch:
+    """Return the entries, with keys rotated to their positions in the cache where a configuration asks for it.
 
     `frequencies` are the model's own, in radians per position. `position` remains that in the prompt.
     """
-    pieces = torch.split(kept.position, [sum(kept.entries[place].lengths) for place in kept.order])
+    pieces = torch.split(kept.position, [sum(kept.entries[index].lengths) for index in kept.order])
     moved = {
-        place: move_positions(kept.entries[place], position, frequencies)
-        for place, position in zip(kept.order, pieces, strict=True)
-        if configs[place].in_cache
+        index: move_positions(kept.entries[index], position, frequencies)
+        for index, position in zip(kept.order, pieces, strict=True)
+        if configs[index].in_cache
     }
     return replace(kept, entries=kept.entries | moved)
 
@@ -238,8 +239,8 @@ def move_positions(
     entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Float[Tensor, " frequency"]
 ) -> KeptEntries:
     """Copy the entries of kept sets of equal length, as StreamingLLM's are, from `position` to 0, 1, … in each."""
-    stands = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
-    angle = _angles(stands, frequencies) - _angles(position, frequencies)
+    new = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
+    angle = _angles(new, frequencies) - _angles(position, frequencies)
     index = torch.arange(len(position), device=position.device)
     keys = rotate_keys(entries.keys[entries.index], angle)
     return KeptEntries(keys, entries.values[entries.index], index, entries.lengths)
@@ -248,8 +249,8 @@ def move_positions(
 def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor, "kept frequency"]:
     """Return angles of rotation, rounded as the model rounds them, so that differences match those between its keys."""
     work = torch.promote_types(frequencies.dtype, torch.float32)
-    own = frequencies.to(position.device, work, non_blocking=True)
-    return (position.to(work).unsqueeze(-1) * own).to(WORK)
+    rounded = frequencies.to(position.device, work, non_blocking=True)
+    return (position.to(work).unsqueeze(-1) * rounded).to(WORK)
 
 
 def rotate_keys(keys: Float[Tensor, "entry d_head"], angle: Float[Tensor, "entry frequency"]) -> Tensor:

@@ -32,68 +32,68 @@ def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
     layers = getattr(cache, "layers", None)
     if not layers:
         _refuse(f"no keys to look at: {type(cache).__name__} has no layers")
-    return [_shown(layer, place) for place, layer in enumerate(layers)]
+    return [_layer_tensors(layer, index) for index, layer in enumerate(layers)]
 
 
-def _shown(layer: object, place: int) -> tuple[Tensor, Tensor]:
+def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     kind = type(layer).__name__
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
-        _refuse(f"no keys to look at: layer {place} ({kind}) has no tensors `keys` and `values`")
+        _refuse(f"no keys to look at: layer {index} ({kind}) has no tensors `keys` and `values`")
     reported = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
     if keys.numel() == 0 and reported:
-        _refuse(f"no keys to look at: layer {place} ({kind}) says {reported} entries and its `keys` are empty")
+        _refuse(f"no keys to look at: layer {index} ({kind}) says {reported} entries and its `keys` are empty")
     return keys, values
 
 
-def rows(
-    foreign: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
+def matching_rows(
+    external: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
 ) -> list[tuple[LayerEntries, LayerEntries]]:
     """Return one row's entries per layer, in an external cache and in the full one, whose shapes are compatible.
 
     A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises
     UnreadableCacheError with the incompatible shapes.
     """
-    theirs, whole = layer_tensors(foreign), layer_tensors(full)
+    theirs, whole = layer_tensors(external), layer_tensors(full)
     if len(theirs) != len(whole):
         _refuse(f"it has {len(theirs)} layers, the full cache {len(whole)}")
-    for place, (one, other) in enumerate(zip(theirs, whole, strict=True), start=first):
-        _check_shape(place, one, other[0], row)
-    _check_lengths(foreign, theirs, whole[0][0].shape[2])
-    return [(_row(one, row), _row(other, row)) for one, other in zip(theirs, whole, strict=True)]
+    for index, (one, other) in enumerate(zip(theirs, whole, strict=True), start=first):
+        _check_shape(index, one, other[0], row)
+    _check_lengths(external, theirs, whole[0][0].shape[2])
+    return [(_select_row(one, row), _select_row(other, row)) for one, other in zip(theirs, whole, strict=True)]
 
 
-def _row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
-    place = row if len(layer[0]) > 1 else 0
-    return layer[0][place], layer[1][place]
+def _select_row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
+    index = row if len(layer[0]) > 1 else 0
+    return layer[0][index], layer[1][index]
 
 
-def _check_shape(place: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
+def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
     """Raise UnreadableCacheError unless keys and values are (batch, kv_head, entry, d_head) like the full ones."""
     keys, values = layer
     if keys.ndim != 4 or keys.shape != values.shape:
         shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-        _refuse(f"expected keys and values (batch, kv_head, entry, d_head) of one shape in layer {place}, got {shapes}")
+        _refuse(f"expected keys and values (batch, kv_head, entry, d_head) of one shape in layer {index}, got {shapes}")
     batch, heads, entries, d_head = keys.shape
     if row >= batch:
-        _refuse(f"row {row} of a batch was asked for, and layer {place} holds {batch}")
+        _refuse(f"row {row} of a batch was asked for, and layer {index} holds {batch}")
     if heads != full.shape[1]:
         times, rest = divmod(heads, full.shape[1])
         why = f"; each {times} times, as `repeat_kv` before caching makes them?" if times > 1 and not rest else ""
-        _refuse(f"layer {place} holds {heads} key/value heads, the model has {full.shape[1]}{why}")
+        _refuse(f"layer {index} holds {heads} key/value heads, the model has {full.shape[1]}{why}")
     if d_head != full.shape[3]:
-        _refuse(f"keys of layer {place} have {d_head} components, the model's {full.shape[3]}")
+        _refuse(f"keys of layer {index} have {d_head} components, the model's {full.shape[3]}")
     if entries > full.shape[2]:
-        _refuse(f"layer {place} keeps {entries} entries, more than the {full.shape[2]} that there were")
+        _refuse(f"layer {index} keeps {entries} entries, more than the {full.shape[2]} that there were")
 
 
-def _check_lengths(foreign: Cache | Layers, layers: Layers, tokens: int) -> None:
+def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> None:
     """Raise UnreadableCacheError where the cache reports one length, not the prompt's, that some layers do not have."""
-    if not isinstance(foreign, Cache):
+    if not isinstance(external, Cache):
         return
-    reported = {int(foreign.get_seq_length(place)) for place in range(len(layers))}
+    reported = {int(external.get_seq_length(index)) for index in range(len(layers))}
     lengths = [keys.shape[2] for keys, _ in layers]
-    wrong = [place for place, length in enumerate(lengths) if length not in reported]
+    wrong = [index for index, length in enumerate(lengths) if length not in reported]
     if len(reported) == 1 and reported != {tokens} and wrong:
         _refuse(
             f"lengths differ between layers where the cache says that they do not: it says {reported.pop()} entries in "
@@ -139,19 +139,19 @@ class LayerKept:
     @property
     def duplicates(self) -> list[int]:
         """Number of entries per head whose position an earlier entry has."""
-        placed = [one[one != NOWHERE] for one in self.positions]
-        return [len(one) - len(set(one.tolist())) for one in placed]
+        known = [position[position != NOWHERE] for position in self.positions]
+        return [len(position) - len(set(position.tolist())) for position in known]
 
     @property
     def strangers(self) -> list[int]:
         """Number of entries per head without a position."""
-        return [int((one == NOWHERE).sum()) for one in self.positions]
+        return [int((position == NOWHERE).sum()) for position in self.positions]
 
     @property
     def ascending(self) -> list[bool]:
         """Whether the positions of each head's entries are in ascending order."""
-        placed = [one[one != NOWHERE] for one in self.positions]
-        return [bool((one[1:] >= one[:-1]).all()) for one in placed]
+        known = [position[position != NOWHERE] for position in self.positions]
+        return [bool((position[1:] >= position[:-1]).all()) for position in known]
 
     @property
     def exact(self) -> bool:
@@ -169,12 +169,12 @@ class LayerKept:
 
 @torch.inference_mode()
 def recover(
-    foreign: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
+    external: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
 ) -> list[LayerKept]:
     """Return the positions of a prompt that an external cache keeps, per layer.
 
     Args:
-        foreign: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
+        external: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
         full: cache of the same prompt before eviction.
         row: row of the batch; a full cache of a single row is used for every row.
         padding: entries of padding before the prompt in the full cache's row; positions are counted after them.
@@ -183,36 +183,36 @@ def recover(
     Raises UnreadableCacheError for a cache without keys, layers whose lengths contradict the cache's own report, more
     entries than the prompt has, and shapes other than the full cache's.
     """
-    return [_layer(theirs, whole, padding) for theirs, whole in rows(foreign, full, row, first)]
+    return [_match_layer(theirs, whole, padding) for theirs, whole in matching_rows(external, full, row, first)]
 
 
-def _layer(theirs: LayerEntries, whole: LayerEntries, padding: int) -> LayerKept:
-    heads = [_head(*head, padding) for head in zip(*theirs, *whole, strict=True)]
+def _match_layer(theirs: LayerEntries, whole: LayerEntries, padding: int) -> LayerKept:
+    heads = [_match_head(*head, padding) for head in zip(*theirs, *whole, strict=True)]
     positions, keys, values = zip(*heads, strict=True)
     return LayerKept(positions, keys, values)
 
 
-def _head(
+def _match_head(
     key: Float[Tensor, "entry d_head"],
     value: Float[Tensor, "entry d_head"],
-    full_key: Float[Tensor, "place d_head"],
-    full_value: Float[Tensor, "place d_head"],
+    full_key: Float[Tensor, "full_entry d_head"],
+    full_value: Float[Tensor, "full_entry d_head"],
     padding: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the positions of one head's entries, and the distances of keys and values from the entries there."""
-    places = _equal_indices(key, value, full_key, full_value)
+    indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
-    left = (places == NOWHERE).nonzero().squeeze(-1)
+    left = (indices == NOWHERE).nonzero().squeeze(-1)
     if len(left):
         theirs, whole = _scale(key[left], value[left], full_key, full_value)
         free = torch.ones(len(full_key), dtype=torch.bool, device=key.device)
-        free[places[places != NOWHERE]] = False
+        free[indices[indices != NOWHERE]] = False
         nearest = _nearest(theirs, whole, free)
         for distance, one, other in zip(distances, theirs, whole, strict=True):
             distance[left] = torch.linalg.vector_norm(one - other[nearest], dim=-1)
         strange = torch.minimum(distances[0][left], distances[1][left]) > STRANGE
-        places[left] = nearest.masked_fill(strange, NOWHERE)
-    return (places - padding).clamp(min=NOWHERE), distances[0], distances[1]
+        indices[left] = nearest.masked_fill(strange, NOWHERE)
+    return (indices - padding).clamp(min=NOWHERE), distances[0], distances[1]
 
 
 def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
@@ -225,11 +225,11 @@ def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Ten
         return nowhere
     theirs, whole = torch.cat([key, value], dim=-1), torch.cat([full_key, full_value], dim=-1)
     own, known = _hash(theirs), _hash(whole)
-    ordered, places = known.sort(stable=True)
+    ordered, indices = known.sort(stable=True)
     begin, end = torch.searchsorted(ordered, own), torch.searchsorted(ordered, own, right=True)
-    place = places[torch.minimum(begin + _occurrence(own), end - 1).clamp(min=0)]
-    same = (bits(theirs) == bits(whole[place])).all(dim=-1)
-    return torch.where(same & (end > begin), place, nowhere)
+    index = indices[torch.minimum(begin + _occurrence(own), end - 1).clamp(min=0)]
+    same = (bits(theirs) == bits(whole[index])).all(dim=-1)
+    return torch.where(same & (end > begin), index, nowhere)
 
 
 def _hash(entries: Float[Tensor, "entry component"]) -> Int[Tensor, " entry"]:
@@ -257,30 +257,25 @@ def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> 
     return theirs, whole
 
 
-def _nearest(theirs: Sequence[Tensor], whole: Sequence[Tensor], free: Bool[Tensor, " place"]) -> Int[Tensor, " entry"]:
-    """Return the index nearest to each entry.
-
-    Of several equally near ones a free index, so that none is assigned twice.
-    """
+def _nearest(
+    theirs: Sequence[Tensor], whole: Sequence[Tensor], free: Bool[Tensor, " full_entry"]
+) -> Int[Tensor, " entry"]:
+    """Return the index nearest to each entry; of several equally near ones a free one, so that none is used twice."""
     size = max(1, _CHUNK_BYTES // (16 * len(free)))
     nearest = []
     for keys, values in zip(*(torch.split(kind, size) for kind in theirs), strict=True):
-        near, far = _ordered(torch.cdist(keys, whole[0]), torch.cdist(values, whole[1]))
-        cost = near + _OTHER * far
-        best, place = cost.min(dim=-1)
+        distances = torch.cdist(keys, whole[0]), torch.cdist(values, whole[1])
+        cost = torch.minimum(*distances) + _OTHER * torch.maximum(*distances)
+        best, index = cost.min(dim=-1)
         ties = cost <= (best + _TIE).unsqueeze(-1)
-        nearest.append(_resolve_ties(place, ties, free))
+        nearest.append(_resolve_ties(index, ties, free))
     return torch.cat(nearest)
 
 
-def _ordered(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.minimum(one, other), torch.maximum(one, other)
-
-
-def _resolve_ties(place: Tensor, ties: Bool[Tensor, "entry place"], free: Bool[Tensor, " place"]) -> Tensor:
+def _resolve_ties(index: Tensor, ties: Bool[Tensor, "entry full_entry"], free: Bool[Tensor, " full_entry"]) -> Tensor:
     """Replace indices that are taken by the first free tied one; assigned indices are removed from `free`."""
-    for entry, wanted in enumerate(place.tolist()):
+    for entry, wanted in enumerate(index.tolist()):
         if not free[wanted] and len(others := (ties[entry] & free).nonzero()):
-            place[entry] = others[0, 0]
-        free[place[entry]] = False
-    return place
+            index[entry] = others[0, 0]
+        free[index[entry]] = False
+    return index

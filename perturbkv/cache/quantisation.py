@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.cache.entries import Kept, KeptEntries
+from perturbkv.cache.entries import KeptBatch, KeptEntries
 from perturbkv.configs import selections
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import correction_bits, stored_bits
@@ -28,8 +28,8 @@ from perturbkv.devices import to_device
 
 
 def quantise_dequantise(
-    data: Float[Tensor, "place column"], groups: Sequence[int], bits: int
-) -> Float[Tensor, "place column"]:
+    data: Float[Tensor, "row column"], groups: Sequence[int], bits: int
+) -> Float[Tensor, "row column"]:
     """Quantise numbers to `bits` bits and back; each column's `groups` of rows share a scale and a minimum.
 
     `groups` are the lengths of consecutive groups. A group of one value, or of a range too small for a 16-bit scale,
@@ -51,8 +51,8 @@ def _group_ranges(data: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, 
     A shorter group repeats its last row.
     """
     begins = lengths.cumsum(0) - lengths
-    place = torch.arange(longest, device=data.device)
-    padded = data[begins.unsqueeze(-1) + torch.minimum(place, lengths.unsqueeze(-1) - 1)]
+    index = torch.arange(longest, device=data.device)
+    padded = data[begins.unsqueeze(-1) + torch.minimum(index, lengths.unsqueeze(-1) - 1)]
     return padded.amin(dim=1), padded.amax(dim=1)
 
 
@@ -61,11 +61,11 @@ def quantise_entries(entries: KeptEntries, config: EvictionConfig) -> KeptEntrie
     keys, values = (torch.cat(kind) for kind in zip(*entries.sets(), strict=True))
     few = [max(0, length - config.window) for length in entries.lengths]
     bits, group = config.bits, int(config.precision["group"])
-    places = _first_indices(entries.lengths, few, keys.device)
-    if len(places):
+    indices = _first_indices(entries.lengths, few, keys.device)
+    if len(indices):
         per_channel = [part for count in few for part in group_lengths(count, group)]
-        keys[places] = quantise_dequantise(keys[places], per_channel, bits)
-        values[places] = quantise_dequantise(values[places].mT, group_lengths(values.shape[-1], group), bits).mT
+        keys[indices] = quantise_dequantise(keys[indices], per_channel, bits)
+        values[indices] = quantise_dequantise(values[indices].mT, group_lengths(values.shape[-1], group), bits).mT
     return KeptEntries(keys, values, torch.arange(len(keys), device=keys.device), entries.lengths)
 
 
@@ -84,15 +84,15 @@ def _first_indices(lengths: Sequence[int], few: Sequence[int], device: torch.dev
     return torch.cat(indices).to(device, non_blocking=True)
 
 
-def stored(kept: Kept, configs: Sequence[EvictionConfig]) -> Kept:
-    """Return the same entries, quantised for configurations that ask for it."""
-    few = {
-        place: quantise_entries(kept.entries[place], configs[place]) for place in kept.order if configs[place].quantised
+def quantise_kept(kept: KeptBatch, configs: Sequence[EvictionConfig]) -> KeptBatch:
+    """Return the entries, quantised for configurations that ask for it."""
+    quantised = {
+        index: quantise_entries(kept.entries[index], configs[index]) for index in kept.order if configs[index].quantised
     }
-    return replace(kept, entries=kept.entries | few)
+    return replace(kept, entries=kept.entries | quantised)
 
 
-def held_bits(
+def layer_bits(
     config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
 ) -> int:
     """Return the bits stored for one layer with kept sets of `kept` entries, which all query heads share evenly.

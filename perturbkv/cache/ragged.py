@@ -67,14 +67,14 @@ def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
     return [segment for segment in segments if segment.length > 0]
 
 
-def _buckets(found: Sequence[Segment], slack: float, most: float) -> list[list[Segment]]:
+def _buckets(segments: Sequence[Segment], slack: float, most: float) -> list[list[Segment]]:
     """Group segments, longest first per group size.
 
     A new bucket starts where padding or `most` entries would be exceeded.
     """
     buckets: list[list[Segment]] = []
     entries = 0
-    for segment in found:
+    for segment in segments:
         last = buckets[-1] if buckets else []
         entries += segment.length
         padded_to = last[0].length * (len(last) + 1) if last else 0
@@ -96,20 +96,20 @@ def _borrowed_block(
     keys, values = rectangle
     kv_heads, length = keys.shape[:2]
     segments = [Segment(row, head, heads // kv_heads, length) for head in range(kv_heads)]
-    places = query_indices(segments, keys.device)
+    indices = query_indices(segments, keys.device)
     if reader is not None:
-        return ReadBlock(segments, keys, values, None, places, reader)
+        return ReadBlock(segments, keys, values, None, indices, reader)
     if kernel is None:
-        return Block(segments, keys, values, None, places)
+        return Block(segments, keys, values, None, indices)
     if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[-1], 1):
-        keys, values = keys.contiguous(), values.contiguous()  # no cache of transformers lies so
+        keys, values = keys.contiguous(), values.contiguous()  # no cache of transformers has such strides
     stride = keys.stride(0) // keys.shape[-1]
     begins = [*(head * stride for head in range(kv_heads)), (kv_heads - 1) * stride + length]
     flat_keys, flat_values = (
         kind.as_strided((begins[-1], 1, kind.shape[-1]), (kind.shape[-1], kind.shape[-1], 1)) for kind in (keys, values)
     )
     starts, lengths = (to_device(numbers, keys.device, torch.int32) for numbers in (begins, [length] * kv_heads))
-    return Packed(segments, flat_keys, flat_values, begins, starts, lengths, places, kernel)
+    return Packed(segments, flat_keys, flat_values, begins, starts, lengths, indices, kernel)
 
 
 def kernel_for(like: Tensor) -> Kernel | None:
@@ -132,9 +132,9 @@ def variable_length_attention() -> Kernel | None:
         return None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
-        *places, scale, lengths = sizes
+        *layout, scale, lengths = sizes
         result = varlen_attn(
-            query, key, value, *places, return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=query.shape[1] > 1,
+            query, key, value, *layout, return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=query.shape[1] > 1,
             seqused_k=lengths,
         )  # fmt: skip
         return result[0], result[1]

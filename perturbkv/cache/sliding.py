@@ -78,7 +78,7 @@ class Tail:
             self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
             self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
 
-    def _only(self, rows: Sequence[int]) -> None:
+    def _keep_tail_rows(self, rows: Sequence[int]) -> None:
         """Keep only the tails of these rows, in this order."""
         if self.is_initialized:
             kept = to_device(list(rows), self.keys.device)
@@ -125,7 +125,7 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.batch, self.seen, self.length = rows, window.seen, 0
         self.attached = False
 
-    def fresh(self) -> SlidingLayer:
+    def fork(self) -> SlidingLayer:
         """Return another layer that shares the window; valid only before any decoding."""
         return copy.copy(self)
 
@@ -154,18 +154,18 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         Tail entries are those from `first`.
         """
         entries = self.window.keys.shape[1]
-        places = torch.cat([
+        indices = torch.cat([
             torch.arange(self.seen - entries, self.seen, device=device),
             torch.arange(self.seen + first, self.seen + self.length, device=device),
         ])  # fmt: skip
         newest = torch.arange(self.seen + self.length - queries, self.seen + self.length, device=device).unsqueeze(-1)
-        return (places > newest) | (places <= newest - self.window.size)
+        return (indices > newest) | (indices <= newest - self.window.size)
 
     def forget(self, after: int) -> None:
         """Drop the tokens decoded after the first `after`."""
         self.length = after
 
-    def only(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.batch = len(rows)
-        self._only(rows)
+        self._keep_tail_rows(rows)

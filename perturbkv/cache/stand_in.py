@@ -67,12 +67,12 @@ class OracleStandIn:
 StandIn = PredictedStandIn | OracleStandIn
 
 
-def windows(configs: Iterable[EvictionConfig]) -> list[int]:
-    """Return the distinct windows whose mean query is needed."""
+def correction_windows(configs: Iterable[EvictionConfig]) -> list[int]:
+    """Return the distinct windows of corrected configurations, whose mean queries are needed."""
     return list(dict.fromkeys(config.window for config in configs if config.corrected))
 
 
-def stand_in(
+def make_stand_in(
     correction: Choice,
     query: Float[Tensor, "head d_head"],
     keys: Float[Tensor, "kv_head key d_head"],
@@ -103,10 +103,10 @@ def merge_stand_ins(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over some entries and its log-sum-exps with the corrections of the rows, in place."""
-    for row, one in stand_ins.items():
-        logit = one.logits(query[row], scale).to(total.dtype)
+    for row, stand_in in stand_ins.items():
+        logit = stand_in.logits(query[row], scale).to(total.dtype)
         joint = torch.logaddexp(total[row], logit)
-        own, other = ((weight - joint).exp().unsqueeze(-1) for weight in (total[row], logit))
-        output[row] = output[row] * own + one.value.to(output.dtype).unsqueeze(1) * other
+        kept, evicted = ((weight - joint).exp().unsqueeze(-1) for weight in (total[row], logit))
+        output[row] = output[row] * kept + stand_in.value.to(output.dtype).unsqueeze(1) * evicted
         total[row] = joint
     return output, total

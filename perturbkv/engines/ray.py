@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster: joining or starting the cluster, placing workers on its nodes, and their orders.
+"""Workers as actors of a Ray cluster: connection to the cluster, placement of workers on its nodes, and their orders.
 
 Workers are placed on nodes with free GPUs or cores that hold the model and its caches. Ray carries orders and answers,
 and reports when an actor has died.
@@ -18,14 +18,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from perturbkv import memory as room
+from perturbkv import memory
 from perturbkv.configs.resources import Workers
 from perturbkv.engines import processes
-from perturbkv.engines.scheduler import Gone
-from perturbkv.engines.worker import Place, Reply, Task
+from perturbkv.engines.scheduler import WorkerExit
+from perturbkv.engines.worker import Reply, Task, WorkerDevice
 from perturbkv.errors import ConfigError, NoMemoryError
 
 _MIB = 2**20
@@ -57,7 +57,7 @@ class Node:
 class Seat:
     """One worker's node `key`, its device, and the resources that it takes."""
 
-    place: Place
+    device: WorkerDevice
     key: str
     cpus: int
     gpus: int
@@ -67,13 +67,13 @@ class Seat:
 def gpu_bytes() -> int:
     """Return the memory of this machine's smallest GPU in bytes; 0 where it is unknown."""
     try:
-        said = subprocess.run(_SMI, capture_output=True, text=True, check=True, timeout=20).stdout
-        return min(int(line) for line in said.split()) * _MIB
+        output = subprocess.run(_SMI, capture_output=True, text=True, check=True, timeout=20).stdout
+        return min(int(line) for line in output.split()) * _MIB
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0
 
 
-def seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
+def assign_seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
     """Return a seat for each worker, nodes with most free resources first; each holds `needed` bytes.
 
     Raises ConfigError where fewer are free than requested, NoMemoryError where the bytes fit nowhere.
@@ -90,59 +90,59 @@ def _on_gpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     if not fitting:
         largest = max(node.gpu_bytes for node in free)
         msg = (
-            f"the model and its caches need {room.format_size(needed)}, and the largest free GPU of the Ray cluster "
-            f"has {room.format_size(largest)}; a smaller --max-memory or --dtype takes less"
+            f"the model and its caches need {memory.format_size(needed)}, and the largest free GPU of the Ray cluster "
+            f"has {memory.format_size(largest)}; a smaller --max-memory or --dtype takes less"
         )
         raise NoMemoryError(msg)
     cpus = chosen.cpus_per_worker or 1
-    held = _assign_nodes(fitting, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
-    return [Seat(Place("cuda:0", cpus, node.name), node.key, cpus, 1, 0) for node in held]
+    assigned = _assign_nodes(fitting, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
+    return [Seat(WorkerDevice("cuda:0", cpus, node.name), node.key, cpus, 1, 0) for node in assigned]
 
 
 def _on_cpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     if all(node.memory < needed for node in nodes):
         most = max((node.memory for node in nodes), default=0)
         msg = (
-            f"the model and its caches need {room.format_size(needed)}, and no node of the Ray cluster has more than "
-            f"{room.format_size(most)} free; a smaller --max-memory or --dtype takes less"
+            f"the model and its caches need {memory.format_size(needed)}, and no node of the Ray cluster has more than "
+            f"{memory.format_size(most)} free; a smaller --max-memory or --dtype takes less"
         )
         raise NoMemoryError(msg)
 
-    def held(cpus: int) -> Callable[[Node], int]:
+    def capacity(cpus: int) -> Callable[[Node], int]:
         return lambda node: min(node.cpus // cpus, node.memory // needed)
 
-    cpus = chosen.cpus_per_worker or _threads(chosen, nodes, held)
-    dealt = _assign_nodes(nodes, held(cpus), chosen.workers, f"free shares of {cpus} cores", cpus)
-    return [Seat(Place("cpu", cpus, node.name), node.key, cpus, 0, needed) for node in dealt]
+    cpus = chosen.cpus_per_worker or _threads(chosen, nodes, capacity)
+    assigned = _assign_nodes(nodes, capacity(cpus), chosen.workers, f"free shares of {cpus} cores", cpus)
+    return [Seat(WorkerDevice("cpu", cpus, node.name), node.key, cpus, 0, needed) for node in assigned]
 
 
-def _threads(chosen: Workers, nodes: Sequence[Node], held: Callable[[int], Callable[[Node], int]]) -> int:
+def _threads(chosen: Workers, nodes: Sequence[Node], capacity: Callable[[int], Callable[[Node], int]]) -> int:
     """Return the largest number of cores per worker, up to the default, that leaves a share for each worker."""
     usual = min(processes.omp_threads() or _USUAL_CPUS, max((node.cpus for node in nodes), default=1))
     for cpus in range(max(1, usual), 1, -1):
-        if sum(map(held(cpus), nodes)) >= (chosen.workers or 1):
+        if sum(map(capacity(cpus), nodes)) >= (chosen.workers or 1):
             return cpus
     return 1
 
 
 def _assign_nodes(
-    nodes: Sequence[Node], held: Callable[[Node], int], workers: int | None, what: str, cpus: int
+    nodes: Sequence[Node], capacity: Callable[[Node], int], workers: int | None, what: str, cpus: int
 ) -> list[Node]:
-    """Return a node for each worker, in turn, from the one with most free shares. Raises ConfigError for too few."""
-    rooms = {node.key: held(node) for node in nodes}
-    most = sum(rooms.values())
+    """Return a node for each worker, in turn the one with most free shares. Raises ConfigError for too few."""
+    shares = {node.key: capacity(node) for node in nodes}
+    most = sum(shares.values())
     if most < (workers or 1):
         msg = (
             f"expected at most one worker for each of the Ray cluster's {most} {what} that hold the model, got "
             f"--workers {workers or 'none'} of {cpus} cores each; ask for fewer, or wait until others are done"
         )
         raise ConfigError(msg)
-    found: list[Node] = []
+    assigned: list[Node] = []
     for _ in range(workers or most):
-        best = max(nodes, key=lambda node: rooms[node.key])
-        rooms[best.key] -= 1
-        found.append(replace(best))
-    return found
+        best = max(nodes, key=lambda node: shares[node.key])
+        shares[best.key] -= 1
+        assigned.append(best)
+    return assigned
 
 
 _PAUSE = 0.1
@@ -151,12 +151,12 @@ _PAUSE = 0.1
 class Actor:
     """A worker as a Ray actor; every answer is one object of bytes, which does not stay in the cluster's store."""
 
-    def __init__(self, place: Place, folder: str) -> None:
+    def __init__(self, device: WorkerDevice, folder: str) -> None:
         from perturbkv.engines.worker import LogBuffer, Worker
 
         with suppress(OSError):  # of a machine that has no such folder
             os.chdir(folder)
-        self._worker = Worker(place, LogBuffer().listen())
+        self._worker = Worker(device, LogBuffer().listen())
 
     def hello(self) -> bytes:
         """Answer that the actor is alive."""
@@ -180,79 +180,83 @@ class Actors:
     """
 
     def __init__(self, ray: Any, seats: Sequence[Seat]) -> None:
-        self.places = [seat.place for seat in seats]
+        self.devices = [seat.device for seat in seats]
         self._ray, self._seats = ray, seats
-        self._there: dict[int, Any] = {}
-        self._asked: dict[Any, int] = {}
+        self._actors: dict[int, Any] = {}
+        self._pending: dict[Any, int] = {}
 
-    def hire(self, place: int) -> None:
+    def hire(self, worker: int) -> None:
         """Start an actor on the seat's node and nowhere else."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        seat = self._seats[place]
-        made = self._ray.remote(Actor).options(
+        seat = self._seats[worker]
+        actor = self._ray.remote(Actor).options(
             num_cpus=seat.cpus, num_gpus=seat.gpus, memory=seat.memory or None, max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(seat.key, soft=False),
         )  # fmt: skip
-        self._there[place] = made.remote(seat.place, os.getcwd())
-        self._asked[self._there[place].hello.remote()] = place
+        self._actors[worker] = actor.remote(seat.device, os.getcwd())
+        self._pending[self._actors[worker].hello.remote()] = worker
 
-    def begin(self, place: int, task: Task) -> None:
+    def begin(self, worker: int, task: Task) -> None:
         """Implement `Crew.begin`."""
-        self._asked[self._there[place].begin.remote(task)] = place
+        self._pending[self._actors[worker].begin.remote(task)] = worker
 
-    def do(self, place: int, item: Any) -> None:
+    def do(self, worker: int, item: Any) -> None:
         """Implement `Crew.do`."""
-        self._asked[self._there[place].do.remote(item)] = place
+        self._pending[self._actors[worker].do.remote(item)] = worker
 
-    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+    def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
         """Implement `Crew.poll`."""
-        if not self._asked:
+        if not self._pending:
             time.sleep(min(seconds, _PAUSE))
             return []
-        ready, _ = self._ray.wait(list(self._asked), timeout=seconds)
-        return [(self._asked[one], self._answer(one)) for one in ready]
+        ready, _ = self._ray.wait(list(self._pending), timeout=seconds)
+        return [(self._pending[order], self._answer(order)) for order in ready]
 
-    def dismiss(self, place: int) -> None:
+    def dismiss(self, worker: int) -> None:
         """Kill an actor and drop its pending order."""
-        self._ray.kill(self._there.pop(place))
-        self._asked = {one: asked for one, asked in self._asked.items() if asked != place}
+        self._ray.kill(self._actors.pop(worker))
+        self._pending = {order: owner for order, owner in self._pending.items() if owner != worker}
 
     def close(self) -> None:
         """Kill all actors."""
-        for place in list(self._there):
-            self.dismiss(place)
+        for worker in list(self._actors):
+            self.dismiss(worker)
 
-    def _answer(self, one: Any) -> Reply | Gone:
-        place = self._asked[one]
+    def _answer(self, order: Any) -> Reply | WorkerExit:
+        worker = self._pending[order]
         try:
-            found: Reply = pickle.loads(self._ray.get(one))
+            reply: Reply = pickle.loads(self._ray.get(order))
         except self._ray.exceptions.RayError as error:
-            self.dismiss(place)
-            return Gone(_end_reason(error))
-        del self._asked[one]
-        return found
+            self.dismiss(worker)
+            return WorkerExit(_describe_exit(error))
+        del self._pending[order]
+        return reply
 
 
-def nodes(ray: Any) -> list[Node]:
+def list_nodes(ray: Any) -> list[Node]:
     """Return the free resources of every node; GPU memory is queried on the node."""
     from ray._private.state import available_resources_per_node
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    free, found = available_resources_per_node(), []
-    asked = ray.remote(gpu_bytes)
+    free, nodes = available_resources_per_node(), []
+    query = ray.remote(gpu_bytes)
     for node in (one for one in ray.nodes() if one["Alive"]):
-        key, own = node["NodeID"], free.get(node["NodeID"], {})
-        where = NodeAffinitySchedulingStrategy(key, soft=False)
-        size = ray.get(asked.options(num_cpus=0, scheduling_strategy=where).remote()) if own.get("GPU", 0) >= 1 else 0
-        found.append(
-            Node(key, node["NodeManagerAddress"], int(own.get("CPU", 0)), int(own.get("GPU", 0)),
-                 int(own.get("memory", 0)), size)
+        key, resources = node["NodeID"], free.get(node["NodeID"], {})
+        affinity = NodeAffinitySchedulingStrategy(key, soft=False)
+        size = (
+            ray.get(query.options(num_cpus=0, scheduling_strategy=affinity).remote())
+            if resources.get("GPU", 0) >= 1
+            else 0
+        )
+        nodes.append(
+            Node(key, node["NodeManagerAddress"], int(resources.get("CPU", 0)), int(resources.get("GPU", 0)),
+                 int(resources.get("memory", 0)), size)
         )  # fmt: skip
-    return found
+    return nodes
 
 
-def _end_reason(error: Exception) -> str:
+def _describe_exit(error: Exception) -> str:
     """Return how an actor ended, in a few words of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     detail = next((line for line in reversed(lines) if "Error" in line or "killed" in line), "")
@@ -287,21 +291,21 @@ def ray_address(chosen: Workers) -> str:
 
     Raises ConfigError where neither an address nor a number of workers is given.
     """
-    found = chosen.ray_address or os.environ.get(_ADDRESS, "")
-    if not found and chosen.workers is None:
+    address = chosen.ray_address or os.environ.get(_ADDRESS, "")
+    if not address and chosen.workers is None:
         msg = (
             "--engine ray joins the cluster at --ray-address or RAY_ADDRESS, and got neither; with --workers N it "
             "starts Ray on this machine"
         )
         raise ConfigError(msg)
-    return "" if found == "local" and chosen.workers else found
+    return "" if address == "local" and chosen.workers else address
 
 
 @contextmanager
-def connect_ray(chosen: Workers, told: bool = True) -> Iterator[Any]:
+def connect_ray(chosen: Workers, log: bool = True) -> Iterator[Any]:
     """Yield the module `ray`, connected inside the block; a connection that existed before stays.
 
-    `told`: whether the cluster is logged. Raises ConfigError where no cluster is reached, or one of another version.
+    `log`: whether the cluster is logged. Raises ConfigError where no cluster is reached, or one of another version.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -313,7 +317,7 @@ def connect_ray(chosen: Workers, told: bool = True) -> Iterator[Any]:
         check_answers(where)
     _init(ray, where)
     try:
-        if told:
+        if log:
             _log.info("%s the Ray cluster %s", "joined" if where else "started", _description(ray))
         yield ray
     finally:
@@ -322,7 +326,7 @@ def connect_ray(chosen: Workers, told: bool = True) -> Iterator[Any]:
 
 def _init(ray: Any, where: str) -> None:
     """Connect to Ray and restore the signal handlers. Raises ConfigError."""
-    logging.getLogger(ray.__name__).setLevel(logging.ERROR)  # what ends is told of by us, in one line
+    logging.getLogger(ray.__name__).setLevel(logging.ERROR)  # we report exits ourselves, in one line
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
     try:
@@ -331,8 +335,8 @@ def _init(ray: Any, where: str) -> None:
             ray.init(address=where or "local", include_dashboard=None if where else False, log_to_driver=False,
                      configure_logging=False)  # fmt: skip
     except (RuntimeError, ValueError, OSError, AssertionError, ray.exceptions.RayError) as error:
-        said = " ".join(str(error).split())[:_LONGEST]
-        msg = f"expected to join the Ray cluster at {where or 'this machine'} from one of its nodes, got: {said}"
+        message = " ".join(str(error).split())[:_LONGEST]
+        msg = f"expected to join the Ray cluster at {where or 'this machine'} from one of its nodes, got: {message}"
         raise ConfigError(msg) from None
     finally:
         for number, handler in before.items():

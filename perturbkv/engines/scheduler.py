@@ -1,4 +1,4 @@
-"""Scheduling a run's items on workers, one by one: an item whose worker ends gets a second attempt and no more."""
+"""Scheduling a run's items on workers, one by one: an item whose worker ends gets one more attempt."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from perturbkv.engines.worker import Place, Reply, Said, Task
+from perturbkv.engines.worker import LogLine, Reply, Task, WorkerDevice
 from perturbkv.errors import WorkerError
 
 
 @dataclass(frozen=True)
-class Gone:
-    """A worker that ended; `how` in words, such as `signal 9`."""
+class WorkerExit:
+    """The end of a worker; `reason` in words, such as `signal 9`."""
 
-    how: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,37 @@ class Work:
 class Crew(Protocol):
     """A pool of workers by index, none of which runs until it is hired.
 
-    Every order is answered by one `Reply`, the first by `hire`'s own; a worker that ends answers with `Gone`.
+    Every order is answered by one `Reply`, the first by `hire`'s own; a worker that ends answers with `WorkerExit`.
     """
 
     @property
-    def places(self) -> Sequence[Place]:
+    def devices(self) -> Sequence[WorkerDevice]:
         """The devices of the workers."""
 
-    def hire(self, place: int) -> None:
+    def hire(self, worker: int) -> None:
         """Start the worker of this index, where none runs."""
 
-    def begin(self, place: int, task: Task) -> None:
+    def begin(self, worker: int, task: Task) -> None:
         """Order a worker to prepare a task."""
 
-    def do(self, place: int, item: Any) -> None:
+    def do(self, worker: int, item: Any) -> None:
         """Order a worker to do an item of its task."""
 
-    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+    def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
         """Wait at most `seconds` for the next answers and return them; each worker's end is reported once."""
 
-    def dismiss(self, place: int) -> None:
+    def dismiss(self, worker: int) -> None:
         """End a worker at once, whatever it does; its pending answer is dropped."""
 
     def close(self) -> None:
         """End all workers, within seconds."""
 
 
-MOST = 2
+MOST_ATTEMPTS = 2
+"""Attempts at an item before it is given up."""
 
 
-class Waiting:
+class ItemQueue:
     """A queue of items, the largest first; one whose worker ended is queued once more, last.
 
     Args:
@@ -79,7 +80,7 @@ class Waiting:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._waiting = deque(sorted(range(len(sizes)), key=lambda place: -sizes[place]))
+        self._waiting = deque(sorted(range(len(sizes)), key=lambda item: -sizes[item]))
         self._ends: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
@@ -89,22 +90,19 @@ class Waiting:
         """Return the next item's index."""
         return self._waiting.popleft()
 
-    def ended(self, item: int, how: str) -> str | None:
-        """Note that an attempt ended its worker.
-
-        Return None where another attempt follows, else why the item is given up.
-        """
+    def record_exit(self, item: int, reason: str) -> str | None:
+        """Record that an attempt ended its worker; return why the item is given up, None where it is tried again."""
         ends = self._ends.setdefault(item, [])
-        ends.append(how)
-        if len(ends) < MOST:
+        ends.append(reason)
+        if len(ends) < MOST_ATTEMPTS:
             self._waiting.append(item)
             return None
-        told = how if len(set(ends)) == 1 else ", then ".join(ends)
+        reasons = reason if len(set(ends)) == 1 else ", then ".join(ends)
         del self._ends[item]
-        return f"its worker ended twice ({told})"
+        return f"its worker ended twice ({reasons})"
 
     def done(self, item: int) -> None:
-        """Note that the item needs no further attempt."""
+        """Record that the item needs no further attempt."""
         self._ends.pop(item, None)
 
 
@@ -124,15 +122,15 @@ class _Seat:
     """A worker's state and its pending order.
 
     Attributes:
-        there: whether the worker runs.
-        asked: the pending order: `start`, `begin`, or an item's index; None where there is none.
+        running: whether the worker runs.
+        order: the pending order: `start`, `begin`, or an item's index; None where there is none.
         since: when the order was sent, on the monotonic clock.
         task: the task that the worker has prepared.
         failed_starts: how often in a row it ended before it was ready.
     """
 
-    there: bool = False
-    asked: str | int | None = None
+    running: bool = False
+    order: str | int | None = None
     since: float = 0.0
     task: Task | None = None
     failed_starts: int = 0
@@ -148,14 +146,14 @@ class Scheduler:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._timeout: float | None = None
-        self._seats = [_Seat() for _ in crew.places]
-        self._said: dict[Said, None] = {}
+        self._seats = [_Seat() for _ in crew.devices]
+        self._log_lines: dict[LogLine, None] = {}
         self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._seats))
 
     def alive(self) -> str:
         """Return the workers for a progress bar: `7 of 8 workers`."""
-        there = sum(seat.there and seat.asked != "start" for seat in self._seats)
-        return f"{there} of {len(self._seats)} workers"
+        alive = sum(seat.running and seat.order != "start" for seat in self._seats)
+        return f"{alive} of {len(self._seats)} workers"
 
     @property
     def size(self) -> int:
@@ -170,100 +168,99 @@ class Scheduler:
 
         Raises what a worker raises, its message beginning with the worker's name; WorkerError where no worker is left.
         """
-        waiting, self._ends, self._timeout = Waiting(work.sizes), 0, timeout
+        waiting, self._ends, self._timeout = ItemQueue(work.sizes), 0, timeout
         while True:
-            self._hand_out(work, waiting)
-            if not waiting and not any(isinstance(seat.asked, int) for seat in self._seats):
+            self._send_items(work, waiting)
+            if not waiting and not any(isinstance(seat.order, int) for seat in self._seats):
                 return
-            for place, answer in self._crew.poll(self._patience()):
-                if isinstance(answer, Gone):
-                    self._handle_end(work, waiting, place, answer.how)
+            for worker, answer in self._crew.poll(self._seconds_until_timeout()):
+                if isinstance(answer, WorkerExit):
+                    self._handle_exit(work, waiting, worker, answer.reason)
                 else:
-                    self._handle_reply(work, waiting, place, answer)
+                    self._handle_reply(work, waiting, worker, answer)
             self._end_hanging(work, waiting)
 
-    def _hand_out(self, work: Work, waiting: Waiting) -> None:
+    def _send_items(self, work: Work, waiting: ItemQueue) -> None:
         """Send an item to every idle worker, as long as items wait."""
-        for place, seat in enumerate(self._seats):
-            if waiting and seat.asked is None and seat.there:
-                self._next(work, waiting, place, seat)
-        coming = sum(isinstance(seat.asked, str) for seat in self._seats)
-        for place, seat in enumerate(self._seats):
-            if coming < len(waiting) and not seat.there and seat.failed_starts < _MOST_STARTS:
-                self._crew.hire(place)
-                seat.there, seat.task, seat.asked = True, None, "start"
-                coming += 1
+        for worker, seat in enumerate(self._seats):
+            if waiting and seat.order is None and seat.running:
+                self._send_next(work, waiting, worker, seat)
+        starting = sum(isinstance(seat.order, str) for seat in self._seats)
+        for worker, seat in enumerate(self._seats):
+            if starting < len(waiting) and not seat.running and seat.failed_starts < _MOST_STARTS:
+                self._crew.hire(worker)
+                seat.running, seat.task, seat.order = True, None, "start"
+                starting += 1
 
-    def _next(self, work: Work, waiting: Waiting, place: int, seat: _Seat) -> None:
+    def _send_next(self, work: Work, waiting: ItemQueue, worker: int, seat: _Seat) -> None:
         if seat.task is not work.task:
-            self._crew.begin(place, work.task)
-            seat.task, seat.asked = work.task, "begin"
+            self._crew.begin(worker, work.task)
+            seat.task, seat.order = work.task, "begin"
         else:
-            seat.asked, seat.since = waiting.take(), time.monotonic()
-            self._crew.do(place, work.item(seat.asked))
+            seat.order, seat.since = waiting.take(), time.monotonic()
+            self._crew.do(worker, work.item(seat.order))
 
-    def _patience(self) -> float:
+    def _seconds_until_timeout(self) -> float:
         """Return the seconds until a worker may count as hanging."""
         if self._timeout is None:
             return _LONGEST_WAIT
-        left = [seat.since + self._timeout for seat in self._seats if isinstance(seat.asked, int)]
+        left = [seat.since + self._timeout for seat in self._seats if isinstance(seat.order, int)]
         return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
 
-    def _handle_reply(self, work: Work, waiting: Waiting, place: int, answer: Reply) -> None:
-        seat = self._seats[place]
-        asked, seat.asked = seat.asked, None
-        for line in answer.said:
-            self._say(line)
-        if error := answer.exception(self._name(place)):
+    def _handle_reply(self, work: Work, waiting: ItemQueue, worker: int, answer: Reply) -> None:
+        seat = self._seats[worker]
+        order, seat.order = seat.order, None
+        for line in answer.log:
+            self._log_once(line)
+        if error := answer.exception(self._worker_name(worker)):
             raise error
-        if asked == "begin":
+        if order == "begin":
             seat.failed_starts = 0
-        if isinstance(asked, int):
+        if isinstance(order, int):
             self._ends = 0
-            waiting.done(asked)
-            self._hand_out(work, waiting)  # first, so that nobody idles while this answer is written to the disk
-            work.done(asked, answer.value)
+            waiting.done(order)
+            self._send_items(work, waiting)  # first, so that nobody idles while this answer is written to the disk
+            work.done(order, answer.value)
 
-    def _handle_end(self, work: Work, waiting: Waiting, place: int, how: str) -> None:
-        """Handle the end of a worker, whether it was doing an item or not."""
-        seat = self._seats[place]
-        asked, seat.asked, seat.there = seat.asked, None, False
+    def _handle_exit(self, work: Work, waiting: ItemQueue, worker: int, reason: str) -> None:
+        """Queue or give up the item of a worker that ended. Raises WorkerError where too many end."""
+        seat = self._seats[worker]
+        order, seat.order, seat.running = seat.order, None, False
         self._ends += 1
-        if not isinstance(asked, int):
+        if not isinstance(order, int):
             seat.failed_starts += 1
-            self._check_some_left(how)
-        elif reason := waiting.ended(asked, how):
-            work.failed(asked, reason)
+            self._check_some_left(reason)
+        elif given_up := waiting.record_exit(order, reason):
+            work.failed(order, given_up)
         else:
-            _log.warning("%s ended (%s); what it did is done again", self._name(place), how)
+            _log.warning("%s ended (%s); what it did is done again", self._worker_name(worker), reason)
         if self._ends >= self._most_ends:
-            msg = (
-                f"{self._ends} workers ended without a sample done between, the last by {how}; look for what ends them"
-            )
+            last = f"the last by {reason}; look for what ends them"
+            msg = f"{self._ends} workers ended without a sample done between, {last}"
             raise WorkerError(msg)
 
-    def _check_some_left(self, how: str) -> None:
-        if all(not seat.there and seat.failed_starts >= _MOST_STARTS for seat in self._seats):
-            msg = f"every worker ended before it could measure, the last by {how}; fewer --workers need less memory"
+    def _check_some_left(self, reason: str) -> None:
+        if all(not seat.running and seat.failed_starts >= _MOST_STARTS for seat in self._seats):
+            msg = f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
             raise WorkerError(msg)
 
-    def _end_hanging(self, work: Work, waiting: Waiting) -> None:
+    def _end_hanging(self, work: Work, waiting: ItemQueue) -> None:
         if self._timeout is None:
             return
-        for place, seat in enumerate(self._seats):
-            if isinstance(seat.asked, int) and time.monotonic() - seat.since >= self._timeout:
-                self._crew.dismiss(place)
-                self._handle_end(work, waiting, place, f"over {self._timeout:g} seconds")
+        for worker, seat in enumerate(self._seats):
+            if isinstance(seat.order, int) and time.monotonic() - seat.since >= self._timeout:
+                self._crew.dismiss(worker)
+                self._handle_exit(work, waiting, worker, f"over {self._timeout:g} seconds")
 
-    def _say(self, line: Said) -> None:
+    def _log_once(self, line: LogLine) -> None:
         """Log a worker's line, once however many workers send it."""
-        if line not in self._said:
-            if len(self._said) >= _REMEMBERED:
-                self._said.clear()
-            self._said[line] = None
+        if line not in self._log_lines:
+            if len(self._log_lines) >= _REMEMBERED:
+                self._log_lines.clear()
+            self._log_lines[line] = None
             name, level, message = line
             logging.getLogger(name).log(level, "%s", message)
 
-    def _name(self, place: int) -> str:
-        where = self._crew.places[place]
-        return f"worker {place + 1} ({', '.join(filter(None, (where.device, where.node)))})"
+    def _worker_name(self, worker: int) -> str:
+        device = self._crew.devices[worker]
+        return f"worker {worker + 1} ({', '.join(filter(None, (device.device, device.node)))})"

@@ -1,4 +1,4 @@
-"""The work that workers do: measuring a sample, or some of its configurations, and answering a prompt.
+"""The work of workers: measuring a sample, or some of its configurations, and answering a prompt.
 
 Policies and scores from files are loaded by name in the worker, registered ones by importing their module. A prompt
 travels with its ids as an array's bytes, many times smaller than a tuple.
@@ -22,7 +22,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.engines.scheduler import Work
 from perturbkv.engines.worker import Do, Models, ModelSpec
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.pipeline.answers.answered import Answered, answered
+from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, answer_prompt
 from perturbkv.pipeline.answers.generation import AnswerOptions
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Finished, Missing
@@ -40,15 +40,15 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
 
     Raises ConfigError for one that no other process can import.
     """
-    found = {name: _module(name) for name in run.plugins if not refers_to_file(name)}
-    for name, module in found.items():
+    modules = {name: _plugin_class(name).__module__ for name in run.plugins if not refers_to_file(name)}
+    for name, module in modules.items():
         if module == _PROGRAM:
             msg = (
                 f"'{name}' is defined in the program itself, which worker processes do not run; put it into a file of "
-                f"its own and write my_file.py:{_class(name).__name__}, or measure without workers"
+                f"its own and write my_file.py:{_plugin_class(name).__name__}, or measure without workers"
             )
             raise ConfigError(msg)
-    return tuple(dict.fromkeys(found.values()))
+    return tuple(dict.fromkeys(modules.values()))
 
 
 def import_registered(names: tuple[str, ...], run: RunConfig) -> None:
@@ -68,11 +68,7 @@ def import_registered(names: tuple[str, ...], run: RunConfig) -> None:
             raise PluginError(msg)
 
 
-def _module(name: str) -> str:
-    return _class(name).__module__
-
-
-def _class(name: str) -> type:
+def _plugin_class(name: str) -> type:
     """Return the class that was registered; for a policy that is a score, the score."""
     if name in SCORES.names():
         return SCORES.load(name)
@@ -83,21 +79,21 @@ _IDS = "token_ids"
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A prompt, its token ids as int32 bytes."""
+class PackedPrompt:
+    """A prompt whose token ids are int32 bytes."""
 
     ids: bytes
     others: dict[str, Any]
 
     @classmethod
-    def of(cls, prompt: Prompt) -> Packed:
-        """Return a prompt packed."""
+    def pack(cls, prompt: Prompt) -> PackedPrompt:
+        """Return the prompt with its ids as bytes."""
         names = (field.name for field in dataclasses.fields(prompt) if field.name != _IDS)
         ids = np.asarray(prompt.token_ids, dtype=np.int32).tobytes()
         return cls(ids, {name: getattr(prompt, name) for name in names})
 
-    def prompt(self) -> Prompt:
-        """Return the prompt unpacked."""
+    def unpack(self) -> Prompt:
+        """Return the prompt with its ids as a tuple."""
         return Prompt(**{_IDS: tuple(np.frombuffer(self.ids, dtype=np.int32).tolist()), **self.others})
 
 
@@ -105,12 +101,12 @@ class Packed:
 class Part:
     """Some configurations of a sample, by their indices in the run."""
 
-    prompt: Packed
+    prompt: PackedPrompt
     configs: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasureTask:
     """The task of tracing samples; the run's data-set options stay behind, as no number depends on them.
 
     Attributes:
@@ -130,25 +126,28 @@ class Measuring:
         import_registered(self.modules, self.run)
         adapter, run = models.get(self.model), ResolvedRun.from_run(self.run)
 
-        def measured(part: Part) -> SampleTrace | FailedSample:
-            prompt, found = part.prompt.prompt(), list[SampleTrace | FailedSample]()
-            configs = tuple(run.configs[place] for place in part.configs)
-            trace(adapter, [prompt], run, self.resources, found.append, {prompt.sample_id: configs})
-            return found[0]
+        def measure(part: Part) -> SampleTrace | FailedSample:
+            prompt, results = part.prompt.unpack(), list[SampleTrace | FailedSample]()
+            configs = tuple(run.configs[index] for index in part.configs)
+            trace(adapter, [prompt], run, self.resources, results.append, {prompt.sample_id: configs})
+            return results[0]
 
-        return measured
+        return measure
 
 
-def measuring(planned: Plan, model: ModelSpec, missing: Missing, finished: Finished, shares: int) -> Work:
+def measure_work(planned: Plan, model: ModelSpec, missing: Missing, finished: Finished, shares: int) -> Work:
     """Return the work of what a run lacks, each sample's configurations split into at most `shares` items."""
     run = replace(planned.run, dataset_options={})
-    place = {config: index for index, config in enumerate(run.configs)}
+    indices = {config: index for index, config in enumerate(run.configs)}
     prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
     todo = [(prompt, share) for prompt in prompts for share in split_configs(missing[prompt.sample_id], shares)]
 
     def item(index: int) -> Part:
         prompt, configs = todo[index]
-        return Part(Packed.of(prompt), range(len(place)) if configs == run.configs else [place[one] for one in configs])
+        return Part(
+            PackedPrompt.pack(prompt),
+            range(len(indices)) if configs == run.configs else [indices[one] for one in configs],
+        )
 
     def done(index: int, sample: SampleTrace | FailedSample) -> None:
         finished(sample, todo[index][1])
@@ -157,7 +156,7 @@ def measuring(planned: Plan, model: ModelSpec, missing: Missing, finished: Finis
         prompt, configs = todo[index]
         finished(FailedSample(prompt.sample_id, f"{why} on sample '{prompt.sample_id}'"), configs)
 
-    task = Measuring(model, run, planned.resources, registered_modules(planned.run))
+    task = MeasureTask(model, run, planned.resources, registered_modules(planned.run))
     return Work(task, [_size(prompt, share) for prompt, share in todo], item, done, failed)
 
 
@@ -171,13 +170,13 @@ def _size(prompt: Prompt, configs: Sequence[EvictionConfig]) -> int:
     return len(prompt.token_ids) * (1 + len(configs))
 
 
-Done = Callable[[Prompt, Answered], None]
+Done = Callable[[Prompt, AnsweredPrompt], None]
 Failed = Callable[[Prompt, str], None]
 
 
 @dataclass(frozen=True)
-class Answering:
-    """The task of answering prompts; the attributes are those of `Measuring`."""
+class AnswerTask:
+    """The task of answering prompts; the attributes are those of `MeasureTask`."""
 
     model: ModelSpec
     run: RunConfig
@@ -186,25 +185,25 @@ class Answering:
     modules: tuple[str, ...]
 
     def prepare(self, models: Models) -> Do:
-        """Load the model and return the function that answers a `Packed` prompt."""
+        """Load the model and return the function that answers a `PackedPrompt`."""
         import_registered(self.modules, self.run)
         adapter, run = models.get(self.model), ResolvedRun.from_run(self.run)
 
-        def answer(packed: Packed) -> Answered:
-            return answered(adapter, packed.prompt(), run, self.options, self.resources)
+        def answer(packed: PackedPrompt) -> AnsweredPrompt:
+            return answer_prompt(adapter, packed.unpack(), run, self.options, self.resources)
 
         return answer
 
 
-def answering(
+def answer_work(
     planned: Plan, model: ModelSpec, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
 ) -> Work:
     """Return the work of answering some of a run's prompts."""
     run = replace(planned.run, dataset_options={})
     return Work(
-        Answering(model, run, options, planned.resources, registered_modules(planned.run)),
+        AnswerTask(model, run, options, planned.resources, registered_modules(planned.run)),
         [len(prompt.token_ids) for prompt in prompts],
-        lambda index: Packed.of(prompts[index]),
-        lambda index, made: done(prompts[index], made),
+        lambda index: PackedPrompt.pack(prompts[index]),
+        lambda index, answers: done(prompts[index], answers),
         lambda index, why: failed(prompts[index], f"{why} on sample '{prompts[index].sample_id}'"),
     )

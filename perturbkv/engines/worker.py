@@ -1,4 +1,4 @@
-"""A worker, whatever carries its orders: it prepares a task once, does its items and answers each order."""
+"""A worker, in a process or an actor: it prepares a task once, does its items and answers each order."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class ModelSpec:
         open_arguments: its name, seed and commit.
         revision: identifies its weights.
         dtype: such as float32.
-        beside: bytes that its caches take beside the weights.
+        cache_bytes: bytes that its caches take beside the weights.
     """
 
     open_arguments: OpenArguments
     revision: str
     dtype: str
-    beside: int
+    cache_bytes: int
 
     @classmethod
-    def of(cls, planned: Plan, beside: int) -> ModelSpec:
+    def of(cls, planned: Plan, cache_bytes: int) -> ModelSpec:
         """Return the model of a plan. Raises ModelError for one that no other process can open."""
         files = planned.files
         if files.open_arguments is None:
@@ -51,7 +51,9 @@ class ModelSpec:
                 "loaded; name it, as in pk.load_model('folder'), or measure without workers"
             )
             raise ModelError(msg)
-        return cls(files.open_arguments, files.revision, str(planned.placement.dtype).removeprefix("torch."), beside)
+        return cls(
+            files.open_arguments, files.revision, str(planned.placement.dtype).removeprefix("torch."), cache_bytes
+        )
 
     def load(self, device: torch.device) -> Adapter:
         """Return the model with its weights.
@@ -63,7 +65,7 @@ class ModelSpec:
             msg = f"expected model '{files.name}' of {self.revision} on every machine, got {files.revision} on this one"
             raise ModelError(msg)
         dtype = getattr(torch, self.dtype)
-        check_memory(files, dtype, device, self.beside)
+        check_memory(files, dtype, device, self.cache_bytes)
         return load_weights(files, dtype, device, self.open_arguments.seed)
 
 
@@ -73,23 +75,23 @@ class Models:
 
     device: torch.device
     _spec: ModelSpec | None = None
-    _held: Adapter | None = None
+    _adapter: Adapter | None = None
 
     def get(self, spec: ModelSpec) -> Adapter:
         """Return the model; another one is freed first."""
-        if self._held is None or spec != self._spec:
-            self._held = None
-            self._held, self._spec = spec.load(self.device), spec
-        return self._held
+        if self._adapter is None or spec != self._spec:
+            self._adapter = None
+            self._adapter, self._spec = spec.load(self.device), spec
+        return self._adapter
 
 
-Said = tuple[str, int, str]
+LogLine = tuple[str, int, str]
 """A log line: logger, level, message."""
 _OURS = "perturbkv"
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerDevice:
     """A worker's device.
 
     Attributes:
@@ -110,42 +112,42 @@ class Reply:
     Attributes:
         value: result of an item.
         error: a PerturbkvError without its traceback.
-        trouble: the traceback of any other exception.
-        said: lines that were logged meanwhile.
+        unexpected: the traceback of any other exception.
+        log: lines that were logged meanwhile.
     """
 
     value: Any = None
     error: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]] | None = None
-    trouble: str = ""
-    said: tuple[Said, ...] = ()
+    unexpected: str = ""
+    log: tuple[LogLine, ...] = ()
 
     def exception(self, who: str) -> BaseException | None:
         """Return the exception, its message beginning with the worker's name; None where there was none."""
-        if self.trouble:
-            return RuntimeError(f"{who}: {self.trouble}")
+        if self.unexpected:
+            return RuntimeError(f"{who}: {self.unexpected}")
         if self.error is None:
             return None
         kind, (message, *others), state = self.error
-        found = kind.__new__(kind)
-        found.args = (f"{who}: {message}", *others)
-        found.__dict__.update(state)
-        return found
+        error = kind.__new__(kind)
+        error.args = (f"{who}: {message}", *others)
+        error.__dict__.update(state)
+        return error
 
 
 class Worker:
-    """Execution of a coordinator's orders; exceptions become answers.
+    """A worker that carries out a coordinator's orders; exceptions become answers.
 
     Args:
-        place: the worker's device.
-        heard: the handler of its process's log.
+        worker: its device.
+        log: the buffer of its process's log.
     """
 
-    def __init__(self, place: Place, heard: LogBuffer) -> None:
-        torch.set_num_threads(place.threads)
-        device = torch.device(place.device)
+    def __init__(self, worker: WorkerDevice, log: LogBuffer) -> None:
+        torch.set_num_threads(worker.threads)
+        device = torch.device(worker.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._models, self._heard = Models(device), heard
+        self._models, self._log = Models(device), log
         self._do: Do | None = None
 
     def begin(self, task: Task) -> Reply:
@@ -164,11 +166,11 @@ class Worker:
 
     def _reply(self, order: Callable[[], Any]) -> Reply:
         try:
-            return Reply(order(), said=self._heard.drain())
+            return Reply(order(), log=self._log.drain())
         except PerturbkvError as error:
-            return Reply(error=(type(error), error.args, dict(vars(error))), said=self._heard.drain())
+            return Reply(error=(type(error), error.args, dict(vars(error))), log=self._log.drain())
         except Exception:
-            return Reply(trouble=traceback.format_exc(), said=self._heard.drain())
+            return Reply(unexpected=traceback.format_exc(), log=self._log.drain())
 
 
 class LogBuffer(logging.Handler):
@@ -176,7 +178,7 @@ class LogBuffer(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: list[Said] = []
+        self._lines: list[LogLine] = []
 
     def listen(self) -> LogBuffer:
         """Capture everything that is logged or warned in this process from now on."""
@@ -189,7 +191,7 @@ class LogBuffer(logging.Handler):
         """Keep a line."""
         self._lines.append((record.name, record.levelno, record.getMessage()))
 
-    def drain(self) -> tuple[Said, ...]:
+    def drain(self) -> tuple[LogLine, ...]:
         """Return the lines since the last call."""
         lines, self._lines = tuple(self._lines), []
         return lines

@@ -1,7 +1,7 @@
 """Reference configurations of a method: without pooling and stages, and with the decoding query known.
 
-Each step of the chain method -> plain -> knowing changes one thing, so that the ratios of their L are the costs of
-pooling and stages, of not knowing the query, and of the criterion itself.
+Each step of the chain method -> without pooling -> with the known query changes one thing, so that the ratios of their
+L are the costs of pooling and stages, of not knowing the query, and of the criterion itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def without_pooling(config: EvictionConfig) -> EvictionConfig | None:
 
     None for a method that ranks by neither.
     """
-    if config.selection.name in KNOWN_QUERY_SELECTIONS or not _ranks(config):
-        return config if _ranks(config) else None
+    if config.selection.name in KNOWN_QUERY_SELECTIONS or not _ranks_by_window_attention(config):
+        return config if _ranks_by_window_attention(config) else None
     if config.selection.name in _BY_VALUES:
-        return replace(config, selection=_selection(config, "two-stage", alpha=0.0))
-    return _unpooled(config, as_choice("attention-unpooled"))
+        return replace(config, selection=_selection_with_norm(config, "two-stage", alpha=0.0))
+    return _without_pooling_options(config, as_choice("attention-unpooled"))
 
 
 def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
@@ -39,34 +39,36 @@ def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
 
     None for a method that estimates neither.
     """
-    if not _ranks(config):
+    if not _ranks_by_window_attention(config):
         return None
     by_values = config.selection.name in _BY_VALUES
-    return _unpooled(config, _selection(config, "hindsight") if by_values else as_choice("hindsight-attention"))
+    return _without_pooling_options(
+        config, _selection_with_norm(config, "hindsight") if by_values else as_choice("hindsight-attention")
+    )
 
 
 def with_references(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations grouped by budget, each group followed by its plain and its knowing references."""
+    """Return the configurations grouped by budget, each group followed by its references."""
     budgets = dict.fromkeys(config.budget for config in configs)
     ordered: list[EvictionConfig] = []
     for budget in budgets:
-        own = [config for config in configs if config.budget == budget]
-        more = [reference(config) for reference in (without_pooling, with_known_query) for config in own]
-        ordered += [*own, *(config for config in more if config is not None)]
+        group = [config for config in configs if config.budget == budget]
+        references = [reference(config) for reference in (without_pooling, with_known_query) for config in group]
+        ordered += [*group, *(config for config in references if config is not None)]
     return tuple(dict.fromkeys(ordered))
 
 
-def _ranks(config: EvictionConfig) -> bool:
+def _ranks_by_window_attention(config: EvictionConfig) -> bool:
     return config.policy.name == _POLICY and config.selection.name in (*_BY_ATTENTION, *_BY_VALUES)
 
 
-def _unpooled(config: EvictionConfig, selection: Choice) -> EvictionConfig:
+def _without_pooling_options(config: EvictionConfig, selection: Choice) -> EvictionConfig:
     """Return the configuration with an unpooled selection, without the policy's pooling options."""
     return replace(config, selection=selection, policy=config.policy.without(config.policy.options))
 
 
-def _selection(config: EvictionConfig, name: str, **more: float) -> Choice:
+def _selection_with_norm(config: EvictionConfig, name: str, **parameters: float) -> Choice:
     """Return a selection with this configuration's norm, where it is not the default."""
     norm = config.selection.options.get("norm", "l1")
-    options = {**more, **({} if norm == "l1" else {"norm": norm})}
+    options = {**parameters, **({} if norm == "l1" else {"norm": norm})}
     return as_choice(f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name)

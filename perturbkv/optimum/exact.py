@@ -72,10 +72,10 @@ class HeadEntries:
         """Return L of a kept set, (entry,) True where an entry stays: the L1 change of the head's output."""
         return float(np.abs(self.numerator(kept)).sum() / self.mass(kept))
 
-    def with_free(self, places: NDArray[np.int64]) -> Kept:
+    def with_free(self, indices: NDArray[np.int64]) -> Kept:
         """Return (entry,) the set of these free entries and of all that always stay."""
         kept = self.always.copy()
-        kept[places] = True
+        kept[indices] = True
         return kept
 
 
@@ -110,8 +110,8 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class _Solved:
-    """The result of one program: the best set, if any, and the proven minimum of N − λ D."""
+class _Solution:
+    """The result of one program: the best set, if any, and a proven lower bound of N − λ D."""
 
     kept: Kept | None
     least: float
@@ -125,16 +125,16 @@ def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
     if not start[entries.always].all():
         msg = "expected a set that holds all that always stays"
         raise ValueError(msg)
-    begun, kept, value, lower = time.monotonic(), start, entries.perturbation(start), 0.0
+    begin, kept, value, lower = time.monotonic(), start, entries.perturbation(start), 0.0
     smallest = _smallest_mass(entries, int(start.sum()))
-    while value > 0 and (left := seconds - (time.monotonic() - begun)) > 0:
+    while value > 0 and (left := seconds - (time.monotonic() - begin)) > 0:
         solved = _solve(entries, int(start.sum()), value, left)
         lower = max(lower, value + min(0.0, solved.least) / smallest)
         better = np.inf if solved.kept is None else entries.perturbation(solved.kept)
         if better >= value * (1 - GAP_TOLERANCE**2):
             break
         kept, value = solved.kept if solved.kept is not None else kept, better
-    return Proof(kept, value, min(lower, value), time.monotonic() - begun)
+    return Proof(kept, value, min(lower, value), time.monotonic() - begin)
 
 
 def _smallest_mass(entries: HeadEntries, size: int) -> float:
@@ -144,7 +144,7 @@ def _smallest_mass(entries: HeadEntries, size: int) -> float:
     return settled + float(np.sort(entries.attention[entries.free])[:free].sum())
 
 
-def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> _Solved:
+def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> _Solution:
     """Minimise ‖Σ N A (o − 𝒱)‖₁ − λ S over the sets of a size; variables are free entries and model dimensions.
 
     The latter are bounded from below by both signs of the numerator's vector, so that their sum is its L1 norm.
@@ -165,13 +165,13 @@ def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> _So
             LinearConstraint(csr_array(counted[None]), wanted, wanted),
         ],
     }
-    solution = _with_highs(program, seconds)
+    solution = _run_highs(program, seconds)
     constant = scale * ratio * entries.mass(entries.always)
     proven = -np.inf if solution.mip_dual_bound is None else solution.mip_dual_bound - (model + 1) * _TOLERANCE
-    return _Solved(_set(entries, solution.x), (proven - constant) / scale)
+    return _Solution(_chosen_set(entries, solution.x), (proven - constant) / scale)
 
 
-def _with_highs(program: Mapping[str, Any], seconds: float) -> Any:
+def _run_highs(program: Mapping[str, Any], seconds: float) -> Any:
     """Return the solver's result; without presolve where that fails with "Solve error"."""
     options = {"time_limit": seconds, "mip_rel_gap": 0.0}
     with _silence_stdout():
@@ -185,17 +185,17 @@ def _with_highs(program: Mapping[str, Any], seconds: float) -> Any:
 def _silence_stdout() -> Iterator[None]:
     """Silence what the solver writes to the process's stdout, past Python's."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 1)
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
-def _set(entries: HeadEntries, solution: Floats | None) -> Kept | None:
+def _chosen_set(entries: HeadEntries, solution: Floats | None) -> Kept | None:
     if solution is None:
         return None
     chosen = solution[: len(entries.free)] > 1 / 2

@@ -1,6 +1,6 @@
 """Distance of a head's kept sets from the best known set and from a proven bound: local search by swaps, and proofs.
 
-A set is locally optimal where no exchange of one kept entry for one evicted entry lowers L. `FoundSets` holds the
+A set is locally optimal where no exchange of one kept entry for one evicted entry lowers L. `SearchResults` holds the
 results of a whole run.
 """
 
@@ -24,8 +24,8 @@ LEAST_GAIN = 1e-12
 
 
 @dataclass(frozen=True)
-class Improved:
-    """The end of a local search.
+class LocalSearch:
+    """The result of a local search.
 
     Attributes:
         kept: (entry,) the set.
@@ -38,30 +38,30 @@ class Improved:
     settled: bool
 
 
-def improve(entries: HeadEntries, start: Kept, seconds: float) -> Improved:
+def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
     """Swap entries until no swap helps, or for so many seconds; L never increases.
 
     Every kept free entry in turn is exchanged for the entry that lowers L most.
     """
     end, kept, best = time.monotonic() + seconds, start.copy(), entries.perturbation(start)
-    places, unchanged, turn = entries.free[start[entries.free]].tolist(), 0, 0
-    while unchanged < len(places):
+    indices, unchanged, turn = entries.free[start[entries.free]].tolist(), 0, 0
+    while unchanged < len(indices):
         if time.monotonic() > end:
-            return Improved(kept, best, settled=False)
-        slot = turn % len(places)
-        perturbations = _swap_perturbations(entries, kept, places[slot])
-        coming = int(np.argmin(perturbations))
+            return LocalSearch(kept, best, settled=False)
+        slot = turn % len(indices)
+        perturbations = _swap_perturbations(entries, kept, indices[slot])
+        entering = int(np.argmin(perturbations))
         turn, unchanged = turn + 1, unchanged + 1
-        if perturbations[coming] < best * (1 - LEAST_GAIN):
-            kept[places[slot]], kept[coming] = False, True
-            places[slot], unchanged, best = coming, 0, entries.perturbation(kept)
-    return Improved(kept, best, settled=True)
+        if perturbations[entering] < best * (1 - LEAST_GAIN):
+            kept[indices[slot]], kept[entering] = False, True
+            indices[slot], unchanged, best = entering, 0, entries.perturbation(kept)
+    return LocalSearch(kept, best, settled=True)
 
 
-def _swap_perturbations(entries: HeadEntries, kept: Kept, going: int) -> Floats:
-    """Return (entry,) L after each entry replaces the one that goes; infinite for entries that are kept already."""
+def _swap_perturbations(entries: HeadEntries, kept: Kept, leaving: int) -> Floats:
+    """Return (entry,) L after each entry replaces the one that leaves; infinite for entries that are kept already."""
     others = kept.copy()
-    others[going] = False
+    others[leaving] = False
     distance = cdist(-entries.numerator(others)[None], entries.contributions, "cityblock")[0]
     perturbations: Floats = distance / (entries.mass(others) + entries.attention)
     perturbations[kept] = np.inf
@@ -116,7 +116,7 @@ def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int)
     perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
     draw, free = np.random.default_rng(seed), int(sets[0].sum() - entries.always.sum())
     starts = [*sets, *(entries.with_free(draw.choice(entries.free, free, replace=False)) for _ in range(_STARTS))]
-    improved = min((improve(entries, start, seconds) for start in starts), key=lambda one: one.perturbation)
+    improved = min((improve(entries, start, seconds) for start in starts), key=lambda result: result.perturbation)
     proof = best_set(entries, improved.kept, seconds)
     return _head_search(entries, perturbations, improved, proof.kept, proof.perturbation, proof)
 
@@ -130,12 +130,17 @@ def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
 
 
 def _head_search(
-    entries: HeadEntries, found: Sequence[float], improved: Improved, kept: Kept, best: float, proof: Proof | None
+    entries: HeadEntries,
+    perturbations: Sequence[float],
+    improved: LocalSearch,
+    kept: Kept,
+    best: float,
+    proof: Proof | None,
 ) -> HeadSearch:
     return HeadSearch(
         entries=len(kept),
         kept=int(kept.sum()),
-        perturbation=tuple(found),
+        perturbation=tuple(perturbations),
         improved=improved.perturbation,
         settled=improved.settled,
         best=best,
@@ -150,20 +155,20 @@ PROMPT, PREFIX = "prompt", "prefix"
 
 
 @dataclass(frozen=True)
-class FoundSets:
+class SearchResults:
     """The search results of a run, one object per prompt.
 
     Attributes:
         run: configuration of the run; every budget has the same methods in the same order, the hindsight ones included.
         rows: per prompt its id under `sample`, and under `heads` an object per head, budget and part: `part`, `budget`,
             `layer`, `head`, and the fields of `HeadSearch`, whose `perturbation` is in the methods' order.
-        asked: settings of the search.
+        settings: settings of the search.
         made_with: provenance.
     """
 
     run: RunConfig
     rows: Sequence[Mapping[str, Any]]
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
 
     @property

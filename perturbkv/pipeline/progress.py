@@ -1,6 +1,6 @@
-"""A bar for long work: drawn by rich in a terminal, by the browser in a notebook.
+"""Progress bars, drawn by rich in a terminal and by the browser in a notebook; and the seconds of a run's phases.
 
-Where the time of a run goes: code marks its phases, and whoever asks gets their seconds. Costs nothing otherwise.
+Phases are timed only inside `timed`; elsewhere they cost nothing.
 """
 
 from __future__ import annotations
@@ -28,138 +28,142 @@ from rich.text import Text
 
 
 class Bar(Protocol):
-    """How far the work is."""
+    """A progress bar."""
 
-    def one_more(self) -> None:
-        """One more is done."""
+    def advance(self) -> None:
+        """Count one more item as done."""
 
-    def at(self, done: int, total: int) -> None:
-        """So many are done, of so many."""
+    def update(self, done: int, total: int) -> None:
+        """Set the number of items that are done, and of all."""
 
 
 @contextmanager
 def bar(
-    what: str,
+    label: str,
     total: int | None = None,
     done: int = 0,
     *,
     shown: bool = True,
     console: Console | None = None,
-    beside: Callable[[], str] = str,
+    status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
-    """A bar with the time left: in the notebook's cell, or on stderr unless a console is given.
+    """Show a bar with the time left: in the notebook's cell, or on stderr unless a console is given.
 
-    `beside` is asked what stands beside it whenever it is drawn, such as `7 of 8 workers`.
+    `status` is called whenever the bar is drawn, and returns a text to show beside it, such as `7 of 8 workers`.
 
-    Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. Nothing is left of it
-    behind the block.
+    Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. The bar disappears
+    after the block.
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
-        with _in_notebook(what, total, done, beside) as drawn:
+        with _notebook_bar(label, total, done, status) as drawn:
             yield drawn
     else:
-        with _in_terminal(what, total, done, screen, shown, beside) as drawn:
+        with _terminal_bar(label, total, done, screen, shown, status) as drawn:
             yield drawn
 
 
 @contextmanager
-def _in_terminal(
-    what: str, total: int | None, done: int, screen: Console, shown: bool, beside: Callable[[], str]
+def _terminal_bar(
+    label: str, total: int | None, done: int, screen: Console, shown: bool, status: Callable[[], str]
 ) -> Iterator[Bar]:
     alone = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _Told(lambda task: _rate(task.speed)))
+    shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _TextColumn(lambda task: _format_rate(task.speed)))
     columns = (
         TextColumn("{task.description}"),
-        *(shared if beside() else alone),
+        *(shared if status() else alone),
         TextColumn("left"),
         TimeRemainingColumn(),
-        *([_Told(lambda task: beside())] if beside() else []),
+        *([_TextColumn(lambda task: status())] if status() else []),
     )
     visible = shown and screen.is_terminal
     with Progress(*columns, console=screen, disable=not visible, transient=True) as drawn:
-        yield _TerminalBar(drawn, what, total, done)
+        yield _TerminalBar(drawn, label, total, done)
 
 
-class _Told(ProgressColumn):
-    """What a function says whenever the bar is drawn."""
+class _TextColumn(ProgressColumn):
+    """A column with the text of a function, called whenever the bar is drawn."""
 
-    def __init__(self, told: Callable[[Task], str]) -> None:
+    def __init__(self, text: Callable[[Task], str]) -> None:
         super().__init__()
-        self._told = told
+        self._text = text
 
     def render(self, task: Task) -> Text:
-        return Text(self._told(task))
+        return Text(self._text(task))
 
 
-def _rate(per_second: float | None) -> str:
+def _format_rate(per_second: float | None) -> str:
     return "" if per_second is None else f"{60 * per_second:.3g}/min"
 
 
 @contextmanager
-def _in_notebook(what: str, total: int | None, done: int, beside: Callable[[], str]) -> Iterator[Bar]:
+def _notebook_bar(label: str, total: int | None, done: int, status: Callable[[], str]) -> Iterator[Bar]:
     from IPython.display import display
 
-    handle = display(_mime(what), raw=True, display_id=True)
+    handle = display(_mime_bundle(label), raw=True, display_id=True)
     try:
-        yield _NotebookBar(handle, what, total, done, beside)
+        yield _NotebookBar(handle, label, total, done, status)
     finally:
         handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
 class _TerminalBar:
-    def __init__(self, drawn: Progress, what: str, total: int | None, done: int) -> None:
-        self._drawn, self._task = drawn, drawn.add_task(what, total=total, completed=done)
+    def __init__(self, drawn: Progress, label: str, total: int | None, done: int) -> None:
+        self._drawn, self._task = drawn, drawn.add_task(label, total=total, completed=done)
 
-    def one_more(self) -> None:
+    def advance(self) -> None:
         self._drawn.advance(self._task)
 
-    def at(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         self._drawn.update(self._task, completed=done, total=total)
 
 
 class _NotebookBar:
-    """What rich would draw needs a package of its own in a notebook; a browser draws a bar by itself."""
+    """A bar of the browser; rich's own would need another package in a notebook."""
 
-    def __init__(self, handle: Any, what: str, total: int | None, done: int, beside: Callable[[], str]) -> None:
-        self._handle, self._what, self._total, self._done = handle, what, total, done
-        self._beside = beside
+    def __init__(self, handle: Any, label: str, total: int | None, done: int, status: Callable[[], str]) -> None:
+        self._handle, self._label, self._total, self._done = handle, label, total, done
+        self._status = status
         self._first, self._began = done, time.monotonic()
         self._draw()
 
-    def one_more(self) -> None:
+    def advance(self) -> None:
         self._done += 1
         self._draw()
 
-    def at(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         if self._total is None:
             self._first = done
         self._done, self._total = done, total
         self._draw()
 
     def _draw(self) -> None:
-        gone = time.monotonic() - self._began
+        elapsed = time.monotonic() - self._began
         total, new = self._total, self._done - self._first
         count = f"{self._done}" if total is None else f"{self._done} of {total}"
-        left = f", about {_clock(gone / new * (total - self._done))} left" if total is not None and new > 0 else ""
-        crew = self._beside()
-        rate = f", {_rate(new / gone)}, {crew}" if crew and new > 0 else f", {crew}" if crew else ""
-        text = f"{self._what}: {count}, {_clock(gone)}{left}{rate}"
+        left = (
+            f", about {_format_seconds(elapsed / new * (total - self._done))} left"
+            if total is not None and new > 0
+            else ""
+        )
+        status = self._status()
+        rate = f", {_format_rate(new / elapsed)}, {status}" if status and new > 0 else f", {status}" if status else ""
+        text = f"{self._label}: {count}, {_format_seconds(elapsed)}{left}{rate}"
         drawn = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
-        self._handle.update(_mime(text, drawn), raw=True)
+        self._handle.update(_mime_bundle(text, drawn), raw=True)
 
 
-def _mime(text: str, drawn: str = "") -> dict[str, str]:
+def _mime_bundle(text: str, drawn: str = "") -> dict[str, str]:
     return {"text/plain": text, "text/html": f"{drawn}{text}"}
 
 
-def _clock(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
 @dataclass
 class Clock:
-    """Seconds per phase; a phase inside another counts in both. `wait` waits until the device has done its work."""
+    """The seconds per phase; a phase inside another counts in both. `wait` waits until the device has finished."""
 
     wait: Callable[[], None]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -181,7 +185,7 @@ def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the block's seconds under `name`, where someone asks."""
+    """Add the block's seconds to `name`, inside `timed`."""
     clock = _timing_clock.get()
     if clock is None:
         yield

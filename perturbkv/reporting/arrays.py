@@ -1,4 +1,4 @@
-"""The arrays of one trace's part of a page: means, totals, pairs, drift, single samples and decode steps."""
+"""The arrays of a trace on a page: means, totals, pairs, drift, single samples and decode steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, by_step, mean_of
-from perturbkv.reporting.page_blocks import Blocks, four_a_byte, log_scale
+from perturbkv.reporting.page_blocks import Blocks, log_scale, pack_verdicts
 from perturbkv.reporting.sides import (
-    Compared,
-    Same,
+    EqualSets,
+    PairComparison,
     Sides,
     Start,
     compare,
     drift_ratios,
-    same_sets,
+    equal_sets,
     with_band,
     with_ends,
 )
@@ -34,7 +34,7 @@ from perturbkv.trace import Trace
 
 
 def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
-    """Return each configuration's label, side, budget, and its cache's share of entries and bytes, NaN if unknown."""
+    """Return label, side, budget and cache shares (entries, bytes; NaN if unknown) of each configuration."""
     held, size = Measurements(trace, ANALYSIS).cache_shares, _bytes(trace)
     return [
         {
@@ -51,25 +51,25 @@ def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
 
 
 def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats:
-    """Return (config, 3): Σ over heads and samples over Σ of the outputs' norms, with intervals.
+    """Return (config, 3): the sum over heads and samples over that of the outputs' norms, with intervals.
 
-    Where the measure has no norm it is the mean over heads.
+    A measure without a norm has the mean over heads instead.
     """
     if measure.norm is None:
         kind = share_kind(0) if measure.kind == SHARE else POSITIVE
-        found = [estimate_mean(_mean_of_heads(each[:, place]), kind) for place in range(each.shape[1])]
-        return np.array([with_ends(one.value, one.interval) for one in found])
+        means = [estimate_mean(_mean_over_heads(each[:, config]), kind) for config in range(each.shape[1])]
+        return np.array([with_ends(one.value, one.interval) for one in means])
     if measure.norm not in trace.arrays:
         return np.full((each.shape[1], 3), np.nan)
     norm = Measurements(trace, ANALYSIS)[measure.norm]
-    with np.errstate(invalid="ignore"):  # of bounds without an end
-        return np.array([with_ends(*sum_ratio(norm, each[:, place])) for place in range(each.shape[1])])
+    with np.errstate(invalid="ignore"):  # bounds may be infinite
+        return np.array([with_ends(*sum_ratio(norm, each[:, config])) for config in range(each.shape[1])])
 
 
 def kl(trace: Trace) -> Floats:
     """Return (config, 3): median over samples of KL(full ‖ evicted), nat, with its interval."""
-    found = Measurements(trace, ANALYSIS)["logit_kl"]
-    return with_band(np.median(found, axis=0), intervals.of_medians(found))
+    divergence = Measurements(trace, ANALYSIS)["logit_kl"]
+    return with_band(np.median(divergence, axis=0), intervals.of_medians(divergence))
 
 
 def kl_floor(trace: Trace) -> float:
@@ -79,8 +79,8 @@ def kl_floor(trace: Trace) -> float:
 
 def top1(trace: Trace) -> Floats:
     """Return (config, 3): the share of samples with the same next token, with its exact interval."""
-    found = Measurements(trace, ANALYSIS)["top1_agreement"] > 0
-    return np.array([with_ends(float(one.mean()), intervals.of_share(one)) for one in found.T])
+    agrees = Measurements(trace, ANALYSIS)["top1_agreement"] > 0
+    return np.array([with_ends(float(one.mean()), intervals.of_share(one)) for one in agrees.T])
 
 
 def drifts(trace: Trace) -> Floats:
@@ -106,42 +106,42 @@ def drift_floors(trace: Trace) -> Floats:
 
 def evicted_nothing(trace: Trace) -> Sequence[str]:
     """Return the labels of configurations whose budget covered every sample's prompt."""
-    moved = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
-    return [config.label() for config, any_went in zip(trace.run.configs, moved.tolist(), strict=True) if not any_went]
+    evicted = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
+    return [config.label() for config, some in zip(trace.run.configs, evicted.tolist(), strict=True) if not some]
 
 
 def _bytes(trace: Trace) -> Floats:
-    """Return (config,) cache bytes over those of the full cache in 16 bits; NaN where the trace does not have them."""
+    """Return (config,): cache bytes over those of the full cache in 16 bits; NaN where the trace lacks them."""
     try:
         return Measurements(trace, ANALYSIS).byte_shares
     except TraceError:
         return np.full(len(trace.run.configs), np.nan)
 
 
-def _mean_of_heads(each: Floats) -> Floats:
+def _mean_over_heads(each: Floats) -> Floats:
     """Return the mean (sample,) of (sample, layer, head) over the heads that are not NaN; NaN where all are."""
-    held = ~np.isnan(each)
-    counts = held.sum(axis=(1, 2))
-    return np.asarray(np.where(held, each, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
+    known = ~np.isnan(each)
+    counts = known.sum(axis=(1, 2))
+    return np.asarray(np.where(known, each, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
 
 
 _MOST_STEPS, _MOST_SAMPLES = 0.5, 0.75
-"""Shares of the remaining bytes that steps and single samples may take: the rest is for kept sets."""
+"""Most shares of the remaining bytes for steps and single samples; the rest is for kept sets."""
 _LEAST_SAMPLES = 2
-"""Measures whose single samples every page has."""
+"""Number of measures whose single samples every page has."""
 _LEFT_OUT = "left out to keep the page small; --full keeps them"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A trace with its measures and sides, as the arrays are computed from them.
+class TraceMeasures:
+    """A trace with its measures and sides, from which the arrays are computed.
 
     Attributes:
-        trace: the trace as it was given.
+        trace: the trace.
         quick: the trace with digests instead of kept sets; None where kept sets cannot be compared.
         measures: the measures that it has.
-        each: per measure (sample, config, layer, head).
-        sides, start: its configurations, and what is shown first.
+        each: their values, per measure (sample, config, layer, head).
+        sides, start: its configurations, and the first choice of the page.
     """
 
     trace: Trace
@@ -157,51 +157,48 @@ class Measured:
         return [one.key for one in self.measures if one.source]
 
 
-def put_arrays(made: Measured, blocks: Blocks) -> dict[str, Compared]:
-    """Store all arrays but those of steps and single samples in `blocks`.
-
-    Return measure -> the comparison of its pairs.
-    """
+def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairComparison]:
+    """Store all arrays but those of steps and single samples in `blocks`; return measure -> comparison of pairs."""
     means, totals, floors = [], [], []
-    compared: dict[str, Compared] = {}
-    same = same_sets(made.quick, made.sides.pairs) if made.quick and made.sides.pairs else None
-    for one, each in zip(made.measures, made.each, strict=True):
+    comparisons: dict[str, PairComparison] = {}
+    equal = equal_sets(measured.quick, measured.sides.pairs) if measured.quick and measured.sides.pairs else None
+    for one, each in zip(measured.measures, measured.each, strict=True):
         means.append(mean_of(each))
-        totals.append(configuration_totals(made.trace, one, each))
-        if same is not None and made.quick is not None:
-            compared[one.key] = compare(made.quick, one, each, made.sides.pairs, same)
+        totals.append(configuration_totals(measured.trace, one, each))
+        if equal is not None and measured.quick is not None:
+            comparisons[one.key] = compare(measured.quick, one, each, measured.sides.pairs, equal)
         if one.source:
-            floors.append(_floor(made.trace, one))
+            floors.append(_noise_floor(measured.trace, one))
     blocks.floats("mean", np.stack(means))
     blocks.floats("total", np.stack(totals))
     blocks.floats("floor", np.stack(floors))
-    blocks.floats("norm", Measurements(made.trace, ANALYSIS)["output_norm"].mean(axis=0))
-    _pairs(blocks, compared)
-    _drift(made, blocks, same)
-    blocks.floats("kl", kl(made.trace))
-    blocks.floats("top1", top1(made.trace))
-    return compared
+    blocks.floats("norm", Measurements(measured.trace, ANALYSIS)["output_norm"].mean(axis=0))
+    _put_pairs(blocks, comparisons)
+    _put_drift(measured, blocks, equal)
+    blocks.floats("kl", kl(measured.trace))
+    blocks.floats("top1", top1(measured.trace))
+    return comparisons
 
 
-def _pairs(blocks: Blocks, compared: dict[str, Compared]) -> None:
-    if not compared:
+def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
+    if not comparisons:
         return
-    blocks.floats("pair_sum", np.stack([one.sums for one in compared.values()]))
-    blocks.floats("pair_better", np.stack([one.better for one in compared.values() if one.better is not None]))
-    found = np.stack([one.verdict for one in compared.values() if one.verdict is not None])
-    blocks.packed("verdict", four_a_byte(found), found.shape)
+    blocks.floats("pair_sum", np.stack([one.sums for one in comparisons.values()]))
+    blocks.floats("pair_better", np.stack([one.better for one in comparisons.values() if one.better is not None]))
+    verdicts = np.stack([one.verdict for one in comparisons.values() if one.verdict is not None])
+    blocks.packed("verdict", pack_verdicts(verdicts), verdicts.shape)
 
 
-def _drift(made: Measured, blocks: Blocks, same: Same | None) -> None:
-    each = drifts(made.trace)
+def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None) -> None:
+    each = drifts(measured.trace)
     blocks.floats("drift", drift_means(each))
     blocks.codes("drift_sample", list(each), [log_scale(one) for one in each])
-    blocks.floats("drift_floor", drift_floors(made.trace))
-    if same is not None and made.quick is not None:
-        blocks.floats("drift_ratio", drift_ratios(made.quick, made.sides.pairs, same))
+    blocks.floats("drift_floor", drift_floors(measured.trace))
+    if equal is not None and measured.quick is not None:
+        blocks.floats("drift_ratio", drift_ratios(measured.quick, measured.sides.pairs, equal))
 
 
-def _floor(trace: Trace, measure: Measure) -> Floats:
+def _noise_floor(trace: Trace, measure: Measure) -> Floats:
     """Return the mean noise floor (layer, head) of a perturbation."""
     measured = Measurements(trace, "report")
     return np.asarray(
@@ -209,36 +206,37 @@ def _floor(trace: Trace, measure: Measure) -> Floats:
     )
 
 
-def put_steps(made: Measured, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
-    """Store the means of every step, where there is more than one."""
-    if int(measured_steps(made.trace).max()) < 2:
+def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
+    """Store the means of every step where there is more than one; return the measures that have them."""
+    if int(measured_steps(measured.trace).max()) < 2:
         return {}
-    stepped = [one for one in made.measures if one.key in STEPPED]
-    found = [by_step(made.trace, one) for one in stepped]
-    scales = [one.scale(part) for one, part in zip(stepped, found, strict=True)]
-    if blocks.codes("step_mean", found, scales, _MOST_STEPS) > 1:
+    stepped = [one for one in measured.measures if one.key in STEPPED]
+    means = [by_step(measured.trace, one) for one in stepped]
+    scales = [one.scale(part) for one, part in zip(stepped, means, strict=True)]
+    if blocks.codes("step_mean", means, scales, _MOST_STEPS) > 1:
         lacks["steps"] = f"the heads of each decode step are {_LEFT_OUT}"
         return {}
     return {"stepped": [one.key for one in stepped]}
 
 
-def put_samples(made: Measured, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
-    """Store the measures of every sample: all if `full`, else the first ones that leave bytes for kept sets."""
+def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
+    """Store the measures of every sample: all with `full`, else the first ones that leave bytes for kept sets."""
     if full:
-        blocks.floats("sample", np.stack([each.astype(np.float32) for each in made.each]))
-        blocks.arrays["sample"]["measures"] = list(range(len(made.each)))
+        blocks.floats("sample", np.stack([each.astype(np.float32) for each in measured.each]))
+        blocks.arrays["sample"]["measures"] = list(range(len(measured.each)))
         return
-    keys = [one.key for one in made.measures]
+    keys = [one.key for one in measured.measures]
     order = sorted(
-        range(len(keys)), key=lambda place: (FIRST.index(keys[place]) if keys[place] in FIRST else 99, place)
+        range(len(keys)), key=lambda index: (FIRST.index(keys[index]) if keys[index] in FIRST else 99, index)
     )
     count, taken = len(order), np.inf
     while taken > 1:
-        held = sorted(order[:count])
-        some, scales = [made.each[place] for place in held], [made.measures[one].scale(made.each[one]) for one in held]
-        taken = blocks.codes("sample", some, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
+        chosen = sorted(order[:count])
+        each = [measured.each[index] for index in chosen]
+        scales = [measured.measures[index].scale(measured.each[index]) for index in chosen]
+        taken = blocks.codes("sample", each, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
         count = count if taken <= 1 else max(_LEAST_SAMPLES, min(count - 1, int(count / taken)))
-    blocks.arrays["sample"]["measures"] = held
+    blocks.arrays["sample"]["measures"] = chosen
     if count < len(order):
-        names = ", ".join(made.measures[place].name for place in sorted(order[count:]))
+        names = ", ".join(measured.measures[index].name for index in sorted(order[count:]))
         lacks["samples"] = f"single samples of {names} are {_LEFT_OUT}"

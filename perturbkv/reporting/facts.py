@@ -1,4 +1,4 @@
-"""The facts of a page: which run it shows, its warnings, its answers and their scores, and what its trace lacks."""
+"""The facts of a page: its run, warnings, answers and scores, and the parts that its trace lacks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from perturbkv.reporting.sides import Sides, Start, with_ends
 from perturbkv.trace import Trace
 from perturbkv.user_files import parse_json
 
-_NAMED = 4
-"""Configurations that a warning names."""
-_WORTH_SAYING = 0.01
-"""The share of tied heads from which a warning mentions them."""
+_MOST_NAMED = 4
+"""Most configurations that a warning names."""
+_LEAST_TIED = 0.01
+"""The least share of tied heads that a warning mentions."""
 Fact = tuple[str, str]
 
 
@@ -38,9 +38,9 @@ def title_of(trace: Trace) -> str:
 
 
 def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
-    """Return label and value of everything that identifies the run; defaults are left out."""
+    """Return labels and values that identify the run, without defaults."""
     run = identity(trace, trace.run.configs)
-    told = {
+    facts = {
         "Model": run.model,
         "Weights": run.weights,
         "Layers": f"{run.measured_layers} measured" if run.measured_layers else "",
@@ -50,28 +50,28 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Configurations": _configurations(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
         "Held / full": _cache_shares(trace),
-        "Noise floor": _floor(trace),
+        "Noise floor": _noise_floor(trace),
         "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,
     }
-    return tuple((label, escape_line(value)) for label, value in told.items() if value)
+    return tuple((label, escape_line(value)) for label, value in facts.items() if value)
 
 
 def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tuple[str, ...]:
-    """Return the page's warnings.
+    """Return the warnings of a page.
 
-    `tied`: the share of heads whose propagated verdict is a tie in the pair that is shown first.
+    `tied` is the share of heads whose propagated verdict is a tie in the pair that is shown first.
     """
-    found = [
-        _random(trace),
+    sentences = [
+        _random_weights(trace),
         _failed(trace),
-        _few(int(trace.ok.sum())),
+        _few_samples(int(trace.ok.sum())),
         *_no_evidence(trace, sides, start),
         _ties(sides, start, tied),
         _nothing_evicted(trace),
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
-    return tuple(escape_line(one) for one in found if one)
+    return tuple(escape_line(one) for one in sentences if one)
 
 
 def _configurations(trace: Trace, sides: Sides) -> str:
@@ -88,13 +88,13 @@ def _cache_shares(trace: Trace) -> str:
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-def _floor(trace: Trace) -> str:
+def _noise_floor(trace: Trace) -> str:
     floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
 
 
-def _random(trace: Trace) -> str:
+def _random_weights(trace: Trace) -> str:
     return "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else ""
 
 
@@ -103,11 +103,13 @@ def _failed(trace: Trace) -> str:
         return ""
     first, reason = next(iter(trace.failures.items()))
     failed = len(trace.failures)
-    told = f"{failed} of {plural(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
-    return f"{told}: {reason}" if failed == 1 else f"{told}; the first, {first}: {reason}"
+    summary = (
+        f"{failed} of {plural(len(trace.sample_ids), 'sample')} failed and {'is' if failed == 1 else 'are'} left out"
+    )
+    return f"{summary}: {reason}" if failed == 1 else f"{summary}; the first, {first}: {reason}"
 
 
-def _few(samples: int) -> str:
+def _few_samples(samples: int) -> str:
     if samples == 1:
         return "One sample: no number here has an interval."
     if samples >= MIN_SAMPLES:
@@ -118,20 +120,20 @@ def _few(samples: int) -> str:
 def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
     """Return a warning where the first treatment's σ is at most 0.5 in some heads, budget by budget."""
     sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
-    places = [(budget, sides.config(start.treatment, place)) for place, budget in enumerate(sides.budgets)]
-    counts = [(budget, int((sigma[place] <= EVIDENCE).sum())) for budget, place in places if place is not None]
-    told = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)
-    return (
-        [f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {told}. Theorem 3 says nothing there."] if told else []
-    )
+    configs = [(budget, sides.config(start.treatment, index)) for index, budget in enumerate(sides.budgets)]
+    counts = [(budget, int((sigma[config] <= EVIDENCE).sum())) for budget, config in configs if config is not None]
+    heads = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)
+    if not heads:
+        return []
+    return [f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {heads}. Theorem 3 says nothing there."]
 
 
 def _ties(sides: Sides, start: Start, tied: float | None) -> str:
-    if not tied or tied < _WORTH_SAYING:
+    if not tied or tied < _LEAST_TIED:
         return ""
-    who = f"{sides.names[start.treatment]} and {sides.names[start.baseline]}"
+    pair = f"{sides.names[start.treatment]} and {sides.names[start.baseline]}"
     return (
-        f"{text.percent(tied)} of the heads are tied between {who} at budget {sides.budgets[start.budget]} "
+        f"{text.percent(tied)} of the heads are tied between {pair} at budget {sides.budgets[start.budget]} "
         "(propagated): they differ by no more than rounding, or keep the same entries."
     )
 
@@ -140,43 +142,43 @@ def _nothing_evicted(trace: Trace) -> str:
     labels = evicted_nothing(trace)
     if not labels:
         return ""
-    more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
-    return f"Nothing was evicted, as the budget covers every prompt: {'; '.join(labels[:_NAMED])}{more}."
+    more = f" and {len(labels) - _MOST_NAMED} more" if len(labels) > _MOST_NAMED else ""
+    return f"Nothing was evicted, as the budget covers every prompt: {'; '.join(labels[:_MOST_NAMED])}{more}."
 
 
 _UNITS = {"digits": "digits found", "score": "score"}
-"""Variable -> its name: where a number is asked for, the share of leading digits is finer than right or wrong."""
+"""Variable of scores -> its name; the share of leading digits is finer than right or wrong."""
 _TEXTS = ("answer_full", "answer", "expected_answers")
 
 
 def answers(trace: Trace) -> dict[str, Any] | None:
-    """Return the page's `answers`; None where the trace has neither scores nor texts."""
+    """Return `answers` of the page's JSON; None where the trace has neither scores nor texts."""
     name = next((one for one in _UNITS if one in trace.arrays), None)
     texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
     if name is None and not texts:
         return None
     full, evicted = (None, None) if name is None else (_scores(trace, f"{name}_full"), _scores(trace, name))
-    of_full, of_configs = texts.get("answer_full"), texts.get("answer")
-    told = terms(trace.run)
+    full_texts, config_texts = texts.get("answer_full"), texts.get("answer")
+    tasks = terms(trace.run)
     return {
         "unit": _UNITS.get(name or "", ""),
-        "metric": escape_line(", ".join(sorted(told.metrics or told.own_metrics))),
+        "metric": escape_line(", ".join(sorted(tasks.metrics or tasks.own_metrics))),
         "expected": None if "expected_answers" not in texts else [_expected(one) for one in texts["expected_answers"]],
-        "full": {"texts": _texts(of_full), "scores": _listed(full)},
+        "full": {"texts": _texts(full_texts), "scores": _as_list(full)},
         "full_mean": _mean(full),
         "configs": [
             {
-                "texts": None if of_configs is None else _texts(of_configs[:, place]),
-                "scores": None if evicted is None else _listed(evicted[:, place]),
-                "mean": _mean(None if evicted is None else evicted[:, place]),
+                "texts": None if config_texts is None else _texts(config_texts[:, config]),
+                "scores": None if evicted is None else _as_list(evicted[:, config]),
+                "mean": _mean(None if evicted is None else evicted[:, config]),
             }
-            for place in range(len(trace.run.configs))
+            for config in range(len(trace.run.configs))
         ],
     }
 
 
 def has_texts(trace: Trace) -> bool:
-    """Return whether the trace has the answers' text, beyond their scores."""
+    """Return whether the trace has the text of answers."""
     return {"answer_full", "answer"} <= set(trace.arrays)
 
 
@@ -184,7 +186,7 @@ def _scores(trace: Trace, name: str) -> Floats:
     return np.asarray(trace.arrays[name][trace.ok], dtype=np.float64)
 
 
-def _listed(scores: Floats | None) -> list[float] | None:
+def _as_list(scores: Floats | None) -> list[float] | None:
     return None if scores is None else scores.tolist()
 
 
@@ -193,30 +195,30 @@ def _texts(texts: NDArray[np.generic] | None) -> list[str] | None:
 
 
 def _expected(document: Any) -> list[str]:
-    """Return a sample's accepted answers from the trace's JSON list; a text that is no JSON is a single answer."""
+    """Return the accepted answers of a sample from their JSON list; any other text is a single answer."""
     try:
-        found = parse_json(str(document) or "[]")
+        accepted = parse_json(str(document) or "[]")
     except ValueError:
-        found = str(document)
+        accepted = str(document)
     return (
-        [escape_control_characters(str(one)) for one in found]
-        if isinstance(found, list)
-        else [escape_control_characters(str(found))]
+        [escape_control_characters(str(one)) for one in accepted]
+        if isinstance(accepted, list)
+        else [escape_control_characters(str(accepted))]
     )
 
 
 def _mean(scores: Floats | None) -> list[Any] | None:
-    """Return the mean over graded samples, its ends, and their kind: interval or range.
+    """Return the mean over graded samples, the ends of its interval, and their kind: interval or range.
 
     The interval is exact where all scores are 0 or 1.
     """
     if scores is None:
         return None
     graded = scores[~np.isnan(scores)]
-    found = estimate_mean(scores, share_kind(0))
+    mean = estimate_mean(scores, share_kind(0))
     exact = graded.size and np.isin(graded, (0.0, 1.0)).all()
-    ends = intervals.of_share(graded > 0) if exact else found.interval
-    return [*with_ends(found.value, ends), ends.kind if ends else "none"]
+    ends = intervals.of_share(graded > 0) if exact else mean.interval
+    return [*with_ends(mean.value, ends), ends.kind if ends else "none"]
 
 
 _NEEDED = {
@@ -227,20 +229,24 @@ _NEEDED = {
 """Part of the page -> the variable that it needs."""
 
 
-def lacking(trace: Trace, pairs: int) -> dict[str, str]:
-    """Return part of the page -> the sentence that says what to run, for parts without data in the trace.
+def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
+    """Return part of the page -> the sentence that says how to measure it, for parts that the trace lacks.
 
-    `pairs`: the number of its pairs of configurations.
+    `pairs` is the number of its pairs of configurations.
     """
-    found = {part: _why(trace, variable) for part, variable in _NEEDED.items()}
-    found |= {"kept": trace.missing_positions_message(), "prompt": why_without_text(trace), "answers": _ungraded(trace)}
-    found |= {"answers_text": _without_texts(trace), "steps": _single_step(trace)}
-    found |= {"pairs": "" if pairs else _one_side(trace)}
-    return {part: escape_line(why) for part, why in found.items() if why}
+    reasons = {
+        **{part: _why_without(trace, variable) for part, variable in _NEEDED.items()},
+        "kept": trace.missing_positions_message(),
+        "prompt": why_without_text(trace),
+        "answers": _why_ungraded(trace),
+        "answers_text": _why_without_texts(trace),
+        "steps": _why_single_step(trace),
+        "pairs": "" if pairs else _why_without_pairs(trace),
+    }
+    return {part: escape_line(why) for part, why in reasons.items() if why}
 
 
-def _one_side(trace: Trace) -> str:
-    """Return the command that measures a configuration to compare with."""
+def _why_without_pairs(trace: Trace) -> str:
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
         f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
@@ -248,8 +254,8 @@ def _one_side(trace: Trace) -> str:
     )
 
 
-def _why(trace: Trace, variable: str) -> str:
-    if variable in trace.arrays:  # some are large: they are not read for this
+def _why_without(trace: Trace, variable: str) -> str:
+    if variable in trace.arrays:  # not read: some are large
         return ""
     try:
         trace.get(variable, ANALYSIS)
@@ -258,7 +264,7 @@ def _why(trace: Trace, variable: str) -> str:
     return ""
 
 
-def _ungraded(trace: Trace) -> str:
+def _why_ungraded(trace: Trace) -> str:
     try:
         scores(trace, ANALYSIS)
     except TraceError as error:
@@ -266,7 +272,7 @@ def _ungraded(trace: Trace) -> str:
     return ""
 
 
-def _without_texts(trace: Trace) -> str:
+def _why_without_texts(trace: Trace) -> str:
     if has_texts(trace) or "score_full" not in trace.arrays:
         return ""
     return (
@@ -275,7 +281,7 @@ def _without_texts(trace: Trace) -> str:
     )
 
 
-def _single_step(trace: Trace) -> str:
+def _why_single_step(trace: Trace) -> str:
     if trace.run.steps > 1:
         return ""
     return (

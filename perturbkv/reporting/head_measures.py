@@ -1,4 +1,4 @@
-"""Measures of a head on a page: which ones a trace has, sample by sample, and their means."""
+"""Measures of a head on a page: their values of every sample, and their means."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "report"
 PERTURBATION, BOUND, SHARE, DISTANCE = "perturbation", "bound", "share", "distance"
-_WHOLE = 1e-12
-"""A retained mass this near to 1 is 1: no entry with attention was evicted."""
+_NO_MASS = 1e-12
+"""Largest evicted mass that counts as 0: no entry with attention was evicted."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A quantity of a head.
+    """A quantity that is measured of every head.
 
     Attributes:
         key, name, unit, about: its id, names on the page, and a sentence that explains it.
@@ -42,7 +42,7 @@ class Measure:
 
     @property
     def less(self) -> bool:
-        """Whether less is better."""
+        """Return whether less is better."""
         return self.kind != SHARE
 
     @property
@@ -57,8 +57,8 @@ class Measure:
 
     def to_dict(self, ties: int | None) -> dict[str, Any]:
         """Return the measure for the page's JSON; `ties`: its index among the measures with verdicts."""
-        told = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance", "less", "about")}
-        return {**told, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
+        fields = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance", "less", "about")}
+        return {**fields, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
 
 
 def _perturbation(source: str, distance: str) -> Measure:
@@ -104,30 +104,35 @@ FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat",
 """Measures whose single samples have priority where a page has not enough bytes for all."""
 
 
-def held_measures(trace: Trace) -> tuple[Measure, ...]:
+def available_measures(trace: Trace) -> tuple[Measure, ...]:
     """Return the measures that a trace has, with the noise floor of those that need one."""
     return tuple(one for one in MEASURES if {one.variable, *_floors(one)} <= set(trace.arrays))
 
 
-def each_of(trace: Trace, measure: Measure) -> Floats:
-    """Return (sample, config, layer, head) at the first decode step. Raises TraceError as `Measurements`."""
-    found = Measurements(trace, ANALYSIS)[measure.variable]
-    return _gone(trace, found) if measure.kind == DISTANCE else found
+def sample_values(trace: Trace, measure: Measure) -> Floats:
+    """Return the values (sample, config, layer, head) at the first decode step.
+
+    Raises the TraceError of `Measurements`.
+    """
+    stored = Measurements(trace, ANALYSIS)[measure.variable]
+    return _evicted_distance(trace, stored) if measure.kind == DISTANCE else stored
 
 
 def mean_of(each: Floats) -> Floats:
     """Return the mean (config, layer, head) over the samples that are not NaN; NaN where all are."""
-    held = ~np.isnan(each)
-    return each.mean(axis=0) if held.all() else np.asarray(ratio(np.where(held, each, 0).sum(axis=0), held.sum(axis=0)))
+    known = ~np.isnan(each)
+    if known.all():
+        return np.asarray(each.mean(axis=0))
+    return np.asarray(ratio(np.where(known, each, 0).sum(axis=0), known.sum(axis=0)))
 
 
 def by_step(trace: Trace, measure: Measure) -> Floats:
     """Return the mean (config, step, layer, head) over the samples that have the step, up to the last step of any."""
     counts = measured_steps(trace)
     most = int(counts.max())
-    found = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]
-    held = (np.arange(most) < counts[:, None])[:, None, :, None, None]
-    return np.asarray(np.where(held, found, 0).sum(axis=0) / held.sum(axis=0))
+    stored = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]
+    known = (np.arange(most) < counts[:, None])[:, None, :, None, None]
+    return np.asarray(np.where(known, stored, 0).sum(axis=0) / known.sum(axis=0))
 
 
 def _floors(measure: Measure) -> list[str]:
@@ -135,11 +140,11 @@ def _floors(measure: Measure) -> list[str]:
     return [f"noise_floor{own}{distance_of(measure.distance).suffix}"] if measure.source else []
 
 
-def _gone(trace: Trace, isolated: Floats) -> Floats:
+def _evicted_distance(trace: Trace, isolated: Floats) -> Floats:
     """Return ‖μ_gone − μ_kept‖₁ = L / (1 − S) (METHOD: what goes and what stays); NaN where S = 1.
 
     NaN too where entries are stored in few bits, or outputs are corrected: L is then not of evicted entries alone.
     """
     gone = 1 - Measurements(trace, ANALYSIS)["retained_mass"]
     exact = np.array([config.only_evicts for config in trace.run.configs])[:, None, None]
-    return np.asarray(ratio(isolated, np.where((gone > _WHOLE) & exact, gone, 0)))
+    return np.asarray(ratio(isolated, np.where((gone > _NO_MASS) & exact, gone, 0)))

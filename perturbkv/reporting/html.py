@@ -1,4 +1,4 @@
-"""Rendering a payload as one HTML page that loads nothing and in which foreign text is never markup.
+"""The HTML page of a payload: it loads nothing, and text from traces is never markup.
 
 A page from disk cannot import its neighbours, so the ES modules become one inline module: each module is a function
 that is called once and returns its exports; imports are destructurings of those. Supported are the forms that the
@@ -28,43 +28,43 @@ _COMMENT = re.compile(r"/\*.*?\*/|^[ \t]*//[^\n]*", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r'^import\s*\{([\w$\s,]*)\}\s*from\s*"\./([\w-]+\.js)";', re.MULTILINE)
 _EXPORT = re.compile(r"^export\s+((?:async\s+)?function|const|class)\s+([\w$]+)(?=[\s(={])", re.MULTILINE)
 _OTHER = re.compile(r"^[ \t]*(?:import|export)\b[^\n]*|\bimport\s*[(.][^\n]*", re.MULTILINE)
-_NAMED = re.compile(r"([\w$]+)(?:\s+as\s+([\w$]+))?")
+_NAME = re.compile(r"([\w$]+)(?:\s+as\s+([\w$]+))?")
 _ENDS_A_SCRIPT = re.compile(r"</script|<!--|<script", re.IGNORECASE)
 Read = Callable[[str], str]
 """Returns the source of a module by its file name; raises FileNotFoundError for a missing one."""
 
 
 class ModuleError(ValueError):
-    """A module that cannot be bundled: the message names it and the form that is not supported."""
+    """An error of a module that cannot be bundled."""
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A module: its imports by source, as (name there, name here), its exports, and the rest of its code."""
+    """A module: its imports by source, as (exported name, local name), its exports, and the rest of its code."""
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     exports: tuple[str, ...]
     body: str
 
 
-def joined(read: Read, entry: str = "main.js") -> str:
-    """Return one module that is equivalent to the entry and everything that it imports.
+def bundle(read: Read, entry: str = "main.js") -> str:
+    """Return one module that is equivalent to the entry module and everything that it imports.
 
     Args:
-        read: reads a module's source.
-        entry: file name of the first one.
+        read: returns the source of a module.
+        entry: file name of the entry module.
 
     Raises:
         ModuleError: for a form that is not supported, a missing module or name, circular imports, and text that would
             end the inline script.
     """
-    found: dict[str, _Module] = {}
-    _collect(read, entry, (), found)
-    return "".join(_wrapped(name, module) for name, module in found.items())
+    modules: dict[str, _Module] = {}
+    _collect(read, entry, (), modules)
+    return "".join(_wrap(name, module) for name, module in modules.items())
 
 
 def check_inline(name: str, source: str) -> str:
-    """Return the source. Raises ModuleError for text that an HTML page reads as the end of a script, or changes."""
+    """Return the source. Raises ModuleError for text that ends a script in HTML, or that a browser changes."""
     if ends := _ENDS_A_SCRIPT.search(source):
         msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
         raise ModuleError(msg)
@@ -74,59 +74,60 @@ def check_inline(name: str, source: str) -> str:
     return source
 
 
-def _collect(read: Read, name: str, way: tuple[str, ...], found: dict[str, _Module]) -> None:
-    """Append a module to `found` after everything that it imports."""
-    if name in way:
-        msg = f"modules import each other: {' → '.join((*way[way.index(name) :], name))}"
+def _collect(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
+    """Append a module to `modules` after everything that it imports; `path` leads to it from the entry."""
+    if name in path:
+        msg = f"modules import each other: {' → '.join((*path[path.index(name) :], name))}"
         raise ModuleError(msg)
-    if name in found:
+    if name in modules:
         return
-    module = _parsed(name, _source(read, name, way))
+    module = _parse(name, _read_source(read, name, path))
     for other, names in module.imports:
-        _collect(read, other, (*way, name), found)
-        for there, _ in names:
-            if there not in found[other].exports:
-                msg = f"{name} imports {there} of {other}, which exports {', '.join(found[other].exports) or 'nothing'}"
+        _collect(read, other, (*path, name), modules)
+        exports = modules[other].exports
+        for exported, _ in names:
+            if exported not in exports:
+                msg = f"{name} imports {exported} of {other}, which exports {', '.join(exports) or 'nothing'}"
                 raise ModuleError(msg)
-    found[name] = module
+    modules[name] = module
 
 
-def _source(read: Read, name: str, way: tuple[str, ...]) -> str:
+def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
     try:
         return check_inline(name, read(name))
     except FileNotFoundError:
-        msg = f"{way[-1] if way else 'the page'} imports {name}, which is not there"
+        msg = f"{path[-1] if path else 'the page'} imports {name}, which is not there"
         raise ModuleError(msg) from None
 
 
-def _parsed(name: str, source: str) -> _Module:
+def _parse(name: str, source: str) -> _Module:
     code = _COMMENT.sub("", source)  # types are imported in comments
-    imports = tuple((found[2], _names(name, found[1])) for found in _IMPORT.finditer(code))
-    exports = tuple(found[2] for found in _EXPORT.finditer(code))
+    imports = tuple((match[2], _parse_names(name, match[1])) for match in _IMPORT.finditer(code))
+    exports = tuple(match[2] for match in _EXPORT.finditer(code))
     if other := _OTHER.search(_EXPORT.sub("", _IMPORT.sub("", code))):
         msg = f"{name} has '{other[0].strip()}'; only import {{ … }} from \"./x.js\"; and export function, const, class"
         raise ModuleError(msg)
     return _Module(imports, exports, _EXPORT.sub(r"\1 \2", _IMPORT.sub("", source)).strip())
 
 
-def _names(name: str, listed: str) -> tuple[tuple[str, str], ...]:
+def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
     pairs = []
-    for one in filter(None, (part.strip() for part in listed.split(","))):
-        if not (found := _NAMED.fullmatch(one)):
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        if not (match := _NAME.fullmatch(one)):
             msg = f"{name} imports '{one}', which is no name"
             raise ModuleError(msg)
-        pairs.append((found[1], found[2] or found[1]))
+        pairs.append((match[1], match[2] or match[1]))
     return tuple(pairs)
 
 
-def _wrapped(name: str, module: _Module) -> str:
-    """Return the module as a function that is called at once, and whose result later modules destructure."""
-    taken = "".join(
-        f"const {{ {', '.join(f'{there}: {here}' for there, here in names)} }} = {_variable(other)};\n"
+def _wrap(name: str, module: _Module) -> str:
+    """Return a module as a function that is called at once and returns its exports for later modules."""
+    imports = "".join(
+        f"const {{ {', '.join(f'{exported}: {local}' for exported, local in names)} }} = {_variable(other)};\n"
         for other, names in module.imports
     )
-    given = f"return {{ {', '.join(module.exports)} }};"
-    return f"// {name}\nconst {_variable(name)} = (() => {{\n{taken}{module.body}\n{given}\n}})();\n"
+    exports = f"return {{ {', '.join(module.exports)} }};"
+    return f"// {name}\nconst {_variable(name)} = (() => {{\n{imports}{module.body}\n{exports}\n}})();\n"
 
 
 def _variable(name: str) -> str:
@@ -134,7 +135,7 @@ def _variable(name: str) -> str:
 
 
 PLOT_CLASS = "plot-d6a7b5"
-"""The default class of Plot's figures. Another one is another text, which the policy refuses."""
+"""The class of Plot's figures; with another one the policy would refuse their styles."""
 _FIGURE = """\
 :where(.{name}) {{
   --plot-background: white;
@@ -169,7 +170,7 @@ _SWATCHES = """\
   overflow: visible;
 }}
 """
-_WRAPPED = """\
+_SWATCH_LINES = """\
 :where(.{name}-swatches-wrap) {{
   display: flex;
   align-items: center;
@@ -181,7 +182,7 @@ _WRAPPED = """\
   align-items: center;
   margin-right: 1em;
 }}"""
-_IN_COLUMNS = """\
+_SWATCH_COLUMNS = """\
 :where(.{name}-swatches-columns .{name}-swatch) {{
   display: flex;
   align-items: center;
@@ -197,13 +198,13 @@ _IN_COLUMNS = """\
   text-overflow: ellipsis;
 }}"""
 PLOT_STYLES = tuple(
-    text.format(name=PLOT_CLASS) for text in (_FIGURE, _RAMP, _SWATCHES + _WRAPPED, _SWATCHES + _IN_COLUMNS)
+    text.format(name=PLOT_CLASS) for text in (_FIGURE, _RAMP, _SWATCHES + _SWATCH_LINES, _SWATCHES + _SWATCH_COLUMNS)
 )
 """The `<style>` texts of Plot's figures, its colour ramps and its swatches, in lines or in columns."""
 
 
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Return the policy that allows exactly these inline scripts and styles, and Plot's own styles.
+    """Return the content security policy that allows exactly these inline scripts and styles, and those of Plot.
 
     Args:
         scripts: text between the tags of each inline script.
@@ -231,11 +232,11 @@ def _policy_source(text: str) -> str:
 _PAGE, _VENDOR = files("perturbkv.reporting") / "page", files("perturbkv.reporting") / "vendor"
 _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 """Escapes in a JSON document, so that no text in it ends its script."""
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
-_TAKEN = frozenset(
+_BLOCK_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_ELEMENT_IDS = frozenset(
     "main page choose verdict map scatter head prompt layers assumption budgets ablation answers".split()
 )
-"""Ids of the page's own elements."""
+"""The ids of the elements of the page."""
 LIBRARIES = ("d3.min.js", "plot.min.js")
 """Files of `vendor/`, in the order of their dependencies."""
 
@@ -259,27 +260,27 @@ def page(payload: Payload) -> str:
         policy=policy(scripts, [style]),
         style=Markup(style),
         data=Markup(as_json(payload.document)),
-        blocks={_word(name): base64.b64encode(block).decode() for name, block in payload.blocks.items()},
+        blocks={_check_id(name): base64.b64encode(block).decode() for name, block in payload.blocks.items()},
         libraries=[Markup(script) for script in scripts[:-1]],
         module=Markup(scripts[-1]),
         made_with=payload.document.get("made_with", "perturbkv"),
-        vendored=vendored(),
+        libraries_used=libraries(),
         licences=(_VENDOR / "LICENCES.txt").read_text(encoding="utf-8"),
     )
 
 
 def as_json(document: Any) -> str:
-    """Return a JSON document that HTML may hold between the tags of a script."""
+    """Return a JSON document that is safe between the tags of a script in HTML."""
     text = escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
-    for sign, written in _MARKUP.items():
-        text = text.replace(sign, written)
+    for sign, escape in _MARKUP.items():
+        text = text.replace(sign, escape)
     return text
 
 
-def vendored() -> list[dict[str, str]]:
-    """Return the page's libraries: package, version, file, npm's integrity and the file's own sha256."""
-    found: list[dict[str, str]] = json.loads((_VENDOR / "vendor.json").read_text(encoding="utf-8"))
-    return found
+def libraries() -> list[dict[str, str]]:
+    """Return the libraries of the page: package, version, file, npm's integrity and the sha256 of the file."""
+    described: list[dict[str, str]] = json.loads((_VENDOR / "vendor.json").read_text(encoding="utf-8"))
+    return described
 
 
 @cache
@@ -295,7 +296,7 @@ def _library(name: str) -> str:
 
 @cache
 def _own_module() -> str:
-    return joined(lambda name: (_PAGE / name).read_text(encoding="utf-8"))
+    return bundle(lambda name: (_PAGE / name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -307,9 +308,9 @@ def _style() -> str:
     return style
 
 
-def _word(name: str) -> str:
-    """Return a block's id. Raises ValueError for one that needs escaping, or that is an element's of the page."""
-    if not _PLAIN.fullmatch(name) or name in _TAKEN:
+def _check_id(name: str) -> str:
+    """Return the id of a block. Raises ValueError for one that needs escaping, or that an element of the page has."""
+    if not _BLOCK_ID.fullmatch(name) or name in _ELEMENT_IDS:
         msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
         raise ValueError(msg)
     return name

@@ -23,13 +23,13 @@ NOT_A_NUMBER, INFINITE = 65534, 65535
 _LAST = 65533
 """The largest code of a number."""
 _LOG_STEP = 0.0019
-"""Half a step is 0.095 % of a value: finer steps would store digits that nobody reads."""
+"""Half a step is 0.095 % of a value, below the digits that the page shows."""
 _LINEAR_STEP = 1.9e-4
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The values of codes.
+    """The scale of two-byte codes.
 
     Attributes:
         kind: `log`: exp(low + (code − 1) · step), and 0 is 0; `linear`: low + code · step.
@@ -46,19 +46,19 @@ class Scale:
 
 
 def log_scale(values: Floats) -> Scale:
-    """Return the scale of values that are 0 or positive; negative ones, which only rounding makes, count as 0.
+    """Return the scale of values that are 0 or positive; negative ones, from rounding alone, count as 0.
 
     Errors are at most 0.1 % of a value where the largest is at most e¹²⁴ times the smallest.
     """
-    held = np.log(values[np.isfinite(values) & (values > 0)])
-    low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 0.0)
+    logs = np.log(values[np.isfinite(values) & (values > 0)])
+    low, high = (float(logs.min()), float(logs.max())) if logs.size else (0.0, 0.0)
     return Scale(LOG, low, max(_LOG_STEP, (high - low) / (_LAST - 1)))
 
 
 def linear_scale(values: Floats) -> Scale:
     """Return the scale of shares. Errors are at most 0.0001 where their range is at most 12."""
-    held = values[np.isfinite(values)]
-    low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 0.0)
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     return Scale(LINEAR, low, max(_LINEAR_STEP, (high - low) / _LAST))
 
 
@@ -66,50 +66,50 @@ def encode(values: Floats, scale: Scale) -> Codes:
     """Return the code of each value, of any shape."""
     if scale.kind == LOG:
         positive = np.isfinite(values) & (values > 0)
-        places = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
-        found = np.where(positive, np.clip(places, 1, _LAST), 0)
+        steps = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
+        codes = np.where(positive, np.clip(steps, 1, _LAST), 0)
     else:
-        found = np.clip(np.round((np.where(np.isfinite(values), values, scale.low) - scale.low) / scale.step), 0, _LAST)
-    found = np.where(np.isnan(values), NOT_A_NUMBER, np.where(np.isposinf(values), INFINITE, found))
-    return found.astype(np.uint16)
+        codes = np.clip(np.round((np.where(np.isfinite(values), values, scale.low) - scale.low) / scale.step), 0, _LAST)
+    codes = np.where(np.isnan(values), NOT_A_NUMBER, np.where(np.isposinf(values), INFINITE, codes))
+    return codes.astype(np.uint16)
 
 
-def logarithm_below_one(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
-    """Return codes of shares: 0 for 0 and NaN, else that of exp((code − largest) · step), at least 1."""
-    held = np.isfinite(shares) & (shares > 0)
-    places = largest + np.round(np.log(np.where(held, shares, 1.0)) / step)
-    return np.where(held, np.clip(places, 1, largest), 0).astype(np.int64)
+def encode_shares(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
+    """Return logarithmic codes of shares: exp((code − largest) · step), at least 1; 0 for 0 and NaN."""
+    positive = np.isfinite(shares) & (shares > 0)
+    codes = largest + np.round(np.log(np.where(positive, shares, 1.0)) / step)
+    return np.where(positive, np.clip(codes, 1, largest), 0).astype(np.int64)
 
 
-def four_a_byte(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
+def pack_verdicts(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Return verdicts 1, 0 and −1 as 1, 0 and 2 in two bits each, the first in the lowest bits of the first byte."""
     flat = np.where(verdicts < 0, 2, verdicts).astype(np.uint8).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-len(flat) % 4, dtype=np.uint8)]).reshape(-1, 4)
     return np.asarray((padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1), dtype=np.uint8)
 
 
-_AROUND = 100
-"""Bytes of a block's element."""
+_ELEMENT_BYTES = 100
+"""Bytes of the element of a block, without its content."""
 SMALL, SMALL_VALUES = 4_600_000, 51_840
-"""Bytes of a page's blocks and libraries, and the values of its traces: samples × configurations × heads."""
+"""Bytes of the blocks and libraries of a small page, and its values: samples × configurations × heads."""
 LARGE, LARGE_VALUES = 23_000_000, 786_432
 LIBRARIES = 700_000
-"""Upper bound of the bytes among these that are the page's own code and its libraries."""
+"""Most bytes of these that code and libraries take."""
 
 
-def deflated(content: bytes, level: int = 9) -> bytes:
-    """Return the content as raw deflate, as a browser inflates it."""
+def deflate(content: bytes, level: int = 9) -> bytes:
+    """Return the content compressed as raw deflate, which browsers inflate."""
     packer = zlib.compressobj(level, zlib.DEFLATED, -15)
     return packer.compress(content) + packer.flush()
 
 
 def size_of(block: bytes) -> int:
     """Return the bytes that a block takes in a page."""
-    return -(-len(block) // 3) * 4 + _AROUND
+    return -(-len(block) // 3) * 4 + _ELEMENT_BYTES
 
 
 def limit(values: int) -> int:
-    """Return the bytes that a page's blocks may take, for traces of so many values."""
+    """Return the most bytes that the blocks of a page may take, for traces of so many values."""
     slope = (LARGE - SMALL) / (LARGE_VALUES - SMALL_VALUES)
     return SMALL - LIBRARIES + max(0, round(slope * (values - SMALL_VALUES)))
 
@@ -132,10 +132,10 @@ class Blocks:
 
     def put(self, name: str, block: bytes) -> str:
         """Store a block, whatever its size, and return its id."""
-        place = f"{self.prefix}-{name}"
-        self.blocks[place] = block
+        block_id = f"{self.prefix}-{name}"
+        self.blocks[block_id] = block
         self.room -= size_of(block)
-        return place
+        return block_id
 
     def offer(self, name: str, block: bytes) -> str | None:
         """Store a block and return its id; None where the remaining bytes do not suffice."""
@@ -144,41 +144,45 @@ class Blocks:
     def floats(self, name: str, array: NDArray[Any]) -> None:
         """Store an array as four-byte floats, all first bytes before all second ones."""
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
-            held = np.ascontiguousarray(array, dtype="<f4")
-        self._array(name, deflated(planes(held)), "f4", array.shape, None)
+            floats = np.ascontiguousarray(array, dtype="<f4")
+        self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
 
     def codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
         """Store arrays of floats as consecutive two-byte codes, with a scale for each.
 
-        They are stored where they take no more than `most` of the remaining bytes. Return the bytes that they take over
-        those allowed.
+        They are stored only where they take at most the share `most` of the remaining bytes. Return the bytes that they
+        take over those allowed.
         """
-        found = np.stack([encode(part, scale) for part, scale in zip(array, scales, strict=True)]).astype("<u2")
-        block = deflated(planes(found))
+        codes = np.stack([encode(part, scale) for part, scale in zip(array, scales, strict=True)]).astype("<u2")
+        block = deflate(byte_planes(codes))
         taken = 0.0 if np.isinf(most) else size_of(block) / max(self.room * most, 1.0)
         if taken <= 1:
-            self._array(name, block, "u2", found.shape, [scale.to_dict() for scale in scales])
+            self._put_array(name, block, "u2", codes.shape, [scale.to_dict() for scale in scales])
         return taken
 
     def packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
         """Store bytes that represent an array of this shape."""
-        self._array(name, deflated(content.tobytes()), "u1", shape, None)
+        self._put_array(name, deflate(content.tobytes()), "u1", shape, None)
 
-    def _array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:
+    def _put_array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:
         """Store `content`, which is already deflated."""
-        block = self.put(name, content)
-        told = {"dtype": dtype, "shape": list(shape), "shuffled": dtype != "u1", "scale": scale}
-        self.arrays[name] = {"block": block, **told}
+        self.arrays[name] = {
+            "block": self.put(name, content),
+            "dtype": dtype,
+            "shape": list(shape),
+            "shuffled": dtype != "u1",
+            "scale": scale,
+        }
 
 
-def planes(array: NDArray[Any]) -> bytes:
+def byte_planes(array: NDArray[Any]) -> bytes:
     """Return the first bytes of all elements, then the second ones, and so on: similar neighbours deflate better."""
     return np.ascontiguousarray(array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T).tobytes()
 
 
 @dataclass(frozen=True)
 class Head:
-    """One trace's header, which is readable without JavaScript.
+    """The header of a trace, which is readable without JavaScript.
 
     Attributes:
         name: unique among the page's traces.

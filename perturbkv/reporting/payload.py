@@ -22,83 +22,84 @@ from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.reporting import arrays
-from perturbkv.reporting.arrays import Measured, put_arrays, put_samples, put_steps
-from perturbkv.reporting.facts import answers, facts, lacking, title_of, warnings
-from perturbkv.reporting.head_measures import ANALYSIS, each_of, held_measures
+from perturbkv.reporting.arrays import TraceMeasures, put_arrays, put_samples, put_steps
+from perturbkv.reporting.facts import answers, facts, missing_parts, title_of, warnings
+from perturbkv.reporting.head_measures import ANALYSIS, available_measures, sample_values
 from perturbkv.reporting.page_blocks import Blocks, Head, Payload, limit
-from perturbkv.reporting.prompt_texts import listed, put_texts, tokens_part
+from perturbkv.reporting.prompt_texts import loss_count, put_texts, tokens_part
 from perturbkv.reporting.sides import (
-    Compared,
-    Places,
+    IndexPair,
+    PairComparison,
     ablation,
     conclusions,
-    numbered,
+    make_distinct,
+    replace_by_digests,
     sides_of,
     start_of,
-    with_digests,
 )
 from perturbkv.trace import Trace
 
 
 def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
-    """Return a trace's JSON object, before `plain`; its arrays go into `blocks`.
+    """Return the JSON object of a trace; its arrays go into `blocks`.
 
-    Raises TraceError as `Measurements`.
+    Raises the TraceError of `Measurements`.
     """
     sides = sides_of(trace.run)
-    lacks = lacking(trace, len(sides.pairs))
-    quick = _attempt(lacks, "pairs", lambda: with_digests(trace))
-    measures = held_measures(trace)
-    each = tuple(each_of(trace, one) for one in measures)
-    made = Measured(trace, quick, measures, each, sides, start_of(trace.run, sides))
-    compared = put_arrays(made, blocks)
-    answered = answers(trace)
-    blocks.room -= _bytes(answered)
-    start, head = made.start, _most_changed(made)
-    tied = _tied(made, compared.get("propagated"))
-    shown = [pair for pair in sides.pairs if {sides.side[place] for place in pair} == {start.baseline, start.treatment}]
-    steps = put_steps(made, blocks, lacks)
+    lacks = missing_parts(trace, len(sides.pairs))
+    quick = _attempt(lacks, "pairs", lambda: replace_by_digests(trace))
+    measures = available_measures(trace)
+    each = tuple(sample_values(trace, one) for one in measures)
+    measured = TraceMeasures(trace, quick, measures, each, sides, start_of(trace.run, sides))
+    comparisons = put_arrays(measured, blocks)
+    answers_part = answers(trace)
+    blocks.room -= _bytes(answers_part)
+    start, head = measured.start, _most_changed(measured)
+    tied = _tied_share(measured, comparisons.get("propagated"))
+    first = {start.baseline, start.treatment}
+    pairs = [pair for pair in sides.pairs if {sides.side[config] for config in pair} == first]
+    steps = put_steps(measured, blocks, lacks)
     texts = put_texts(trace, blocks)
-    put_samples(made, blocks, lacks, full)
-    told = {
+    put_samples(measured, blocks, lacks, full)
+    part = {
         "name": name,
         "title": title_of(trace),
-        **_about(trace),
+        **_run_part(trace),
         "facts": facts(trace, sides),
         "warnings": warnings(trace, sides, start, tied),
         "sides": sides.names,
         "budgets": [str(budget) for budget in sides.budgets],
         "configs": arrays.configs_of(trace, sides),
         "start": {**vars(start), "head": head},
-        "measures": _measures(made),
+        "measures": _measures(measured),
         "distances": list(DISTANCES),
         "kl_floor": arrays.kl_floor(trace),
         "pairs": sides.pairs if quick else [],
         "pairs_left_out": sides.left_out,
         "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
         "ablation": _attempt(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
-        "answers": answered,
-        "losses": listed(trace),
+        "answers": answers_part,
+        "losses": loss_count(trace),
         "step_samples": _step_samples(trace),
         **steps,
-        **tokens_part(trace, blocks, texts, shown, head),
+        **tokens_part(trace, blocks, texts, pairs, head),
     }
-    return {**told, "lacks": lacks, "arrays": blocks.arrays}
+    return {**part, "lacks": lacks, "arrays": blocks.arrays}
 
 
-def _attempt(lacks: dict[str, str], part: str, found: Callable[[], Any]) -> Any:
-    """Return the result of `found`; where it raises TraceError, None, and the page shows the message."""
+def _attempt(lacks: dict[str, str], part: str, function: Callable[[], Any]) -> Any:
+    """Return the result of a function; None where it raises TraceError, whose message the page then shows."""
     try:
-        return found()
+        return function()
     except TraceError as error:
         lacks[part] = escape_line(str(error))
         return None
 
 
-def _about(trace: Trace) -> dict[str, Any]:
-    """Return the trace's run, samples and layers."""
+def _run_part(trace: Trace) -> dict[str, Any]:
+    """Return the JSON fields of the run, its samples and layers."""
     tokens, steps = Measurements(trace, ANALYSIS)["prompt_tokens"].astype(int), measured_steps(trace)
-    names = _names([name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole])
+    names = _display_names([name for name, ok in zip(trace.sample_ids, trace.ok, strict=True) if ok])
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
         "model": escape_line(trace.run.model),
@@ -113,71 +114,76 @@ def _about(trace: Trace) -> dict[str, Any]:
         "interval": "none" if len(names) < 2 else "range" if len(names) < MIN_SAMPLES else "interval",
         "median_level": median_level(len(names)) if len(names) >= MIN_SAMPLES else None,
         "steps": int(steps.max()),
-        "layers": [trace.layer_name(place) for place in range(layers)],
+        "layers": [trace.layer_name(layer) for layer in range(layers)],
         "heads": heads,
     }
 
 
 def _bytes(part: object) -> int:
-    """Return the bytes of a part of the page's JSON."""
+    """Return the size of a part of the page's JSON in bytes."""
     return len(json.dumps(json_value(part), ensure_ascii=False).encode(errors="replace"))
 
 
-def _names(ids: Sequence[str]) -> tuple[str, ...]:
-    """Return distinct display names of samples; none is empty, which means all samples."""
-    return numbered([escape_line(name) if name.strip() else "(no id)" for name in ids])
+def _display_names(ids: Sequence[str]) -> tuple[str, ...]:
+    """Return distinct names of samples for display; none is empty, as the empty one means all samples."""
+    return make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])
 
 
-def _measures(made: Measured) -> list[dict[str, Any]]:
-    ties = made.verdicts
-    return [one.to_dict(ties.index(one.key) if one.key in ties and made.quick else None) for one in made.measures]
+def _measures(measured: TraceMeasures) -> list[dict[str, Any]]:
+    ties = measured.verdicts
+    return [
+        one.to_dict(ties.index(one.key) if one.key in ties and measured.quick else None) for one in measured.measures
+    ]
 
 
 def _step_samples(trace: Trace) -> list[int]:
-    """Return how many samples have each step."""
+    """Return the number of samples that have each step."""
     steps = measured_steps(trace)
     return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
 
-def _most_changed(made: Measured) -> Places:
-    """Return layer and head whose mean propagated perturbation differs most between the two sides shown first."""
-    places = [made.sides.config(side, made.start.budget) for side in (made.start.baseline, made.start.treatment)]
-    found = Measurements(made.trace, ANALYSIS)["perturbation_propagated"].mean(axis=0)
-    first, second = (found[place or 0] for place in places)
+def _most_changed(measured: TraceMeasures) -> IndexPair:
+    """Return the layer and head whose mean propagated perturbation differs most between the sides shown first."""
+    start = measured.start
+    configs = [measured.sides.config(side, start.budget) for side in (start.baseline, start.treatment)]
+    means = Measurements(measured.trace, ANALYSIS)["perturbation_propagated"].mean(axis=0)
+    first, second = (means[config or 0] for config in configs)
     layer, head = np.unravel_index(int(np.argmax(np.abs(second - first))), first.shape)
     return int(layer), int(head)
 
 
-def _tied(made: Measured, compared: Compared | None) -> float | None:
-    """Return the share of heads whose means are tied in the pair that is shown first; None where there is none."""
-    sides, start = made.sides, made.start
-    places = tuple(sides.config(side, start.budget) for side in (start.baseline, start.treatment))
-    pair = next((pair for pair in sides.pairs if set(pair) == set(places)), None)
-    if compared is None or compared.verdict is None or pair is None:
+def _tied_share(measured: TraceMeasures, comparison: PairComparison | None) -> float | None:
+    """Return the share of heads whose means are tied in the pair shown first; None where there is no pair."""
+    sides, start = measured.sides, measured.start
+    configs = {sides.config(side, start.budget) for side in (start.baseline, start.treatment)}
+    pair = next((pair for pair in sides.pairs if set(pair) == configs), None)
+    if comparison is None or comparison.verdict is None or pair is None:
         return None
-    return float((compared.verdict[sides.pairs.index(pair), 0] == 0).mean())
+    return float((comparison.verdict[sides.pairs.index(pair), 0] == 0).mean())
 
 
-_USUAL = "trace.h5"
-"""The default name of an analysis's trace: its folder identifies it."""
-_BEGINS = r"(?:~|[A-Za-z]:|\.{1,2})?"
+_DEFAULT_NAME = "trace.h5"
+"""The default name of a trace: its folder identifies it."""
+_ROOT = r"(?:~|[A-Za-z]:|\.{1,2})?"
 _FOLDERS = re.compile(
-    rf"(?<=['\"]){_BEGINS}[\\/][^'\"<>]*[\\/](?=[^'\"<>])"  # between quotes folders may have blanks in their names
-    rf"|(?:(?<=file://)|(?<![\w/\\:.<~-])){_BEGINS}(?:[\\/][\w.@+~-]+)+[\\/](?=[\w.@+~-])"
+    rf"(?<=['\"]){_ROOT}[\\/][^'\"<>]*[\\/](?=[^'\"<>])"  # between quotes folders may have blanks in their names
+    rf"|(?:(?<=file://)|(?<![\w/\\:.<~-])){_ROOT}(?:[\\/][\w.@+~-]+)+[\\/](?=[\w.@+~-])"
 )
-"""A path's folders within a sentence: everything before its last part."""
+"""The folders of a path within a sentence: everything before its last part."""
 
 
 def name_of(trace: Trace) -> str:
-    """Return the file's name, with its folder where the name is the default."""
+    """Return the file name of a trace, with its folder where the name is the default."""
     if not trace.source:
         return "in memory"
-    path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep the names that they were given by
-    return escape_line(f"{path.parent.name}/{path.name}" if path.name == _USUAL and path.parent.name else path.name)
+    path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep their own names
+    return escape_line(
+        f"{path.parent.name}/{path.name}" if path.name == _DEFAULT_NAME and path.parent.name else path.name
+    )
 
 
 def portable(trace: Trace) -> Trace:
-    """Return the trace with its file, model, data set and failures named without folders."""
+    """Return the trace without folders in the names of its file, model and data set and in its failures."""
     return replace(
         trace,
         source=name_of(trace) if trace.source else "",
@@ -198,47 +204,43 @@ FORMAT = 1
 
 
 def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
-    """Return everything that a page of these traces shows.
+    """Return the contents of a page of these traces.
 
     Args:
         traces: at least one.
         full: store every head's tokens and four bytes of each number, however large the page gets.
 
-    Raises TraceError for no trace, for one without a complete sample, and for one that holds NaN in a complete sample.
+    Raises TraceError for no trace, for one without a complete sample, and for NaN in a complete sample.
     """
+    from perturbkv import __version__
+
     if not traces:
         msg = "report needs at least one trace, got none"
         raise TraceError(msg)
-    names = numbered([name_of(trace) for trace in traces])
-    held = [portable(Measurements(trace, ANALYSIS).trace) for trace in traces]
+    names = make_distinct([name_of(trace) for trace in traces])
+    prepared = [portable(Measurements(trace, ANALYSIS).trace) for trace in traces]
     parts: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
-    for number, (trace, name) in enumerate(zip(held, names, strict=True)):
-        own = Blocks(f"t{number}", np.inf if full else _byte_limit(held, trace))
-        parts.append(json_value(trace_part(trace, own, name, full)))
-        blocks |= own.blocks
+    for number, (trace, name) in enumerate(zip(prepared, names, strict=True)):
+        trace_blocks = Blocks(f"t{number}", np.inf if full else _byte_limit(prepared, trace))
+        parts.append(json_value(trace_part(trace, trace_blocks, name, full)))
+        blocks |= trace_blocks.blocks
     heads = tuple(_head(part) for part in parts)
-    document = {"format": FORMAT, "made_with": _made_with(), "traces": parts}
+    document = {"format": FORMAT, "made_with": f"perturbkv {__version__}", "traces": parts}
     return Payload(" | ".join(dict.fromkeys(head.title for head in heads)), heads, document, blocks)
 
 
 def _byte_limit(traces: Sequence[Trace], own: Trace) -> float:
-    """Return the bytes that one trace's blocks may take: its share of all values."""
-    every = sum(map(_values, traces))
-    return limit(every) * _values(own) / every
+    """Return the bytes that the blocks of one trace may take: its share of all values."""
+    total = sum(map(_value_count, traces))
+    return limit(total) * _value_count(own) / total
 
 
-def _values(trace: Trace) -> int:
-    """Return samples × configurations × heads."""
+def _value_count(trace: Trace) -> int:
+    """Return the number of samples × configurations × heads."""
     return int(trace.ok.sum()) * int(np.prod(trace.arrays["kept_count"].shape[1:]))
 
 
 def _head(part: dict[str, Any]) -> Head:
     facts = tuple((label, value) for label, value in part["facts"])
     return Head(part["name"], part["title"], facts, tuple(part["warnings"]))
-
-
-def _made_with() -> str:
-    from perturbkv import __version__
-
-    return f"perturbkv {__version__}"

@@ -1,4 +1,4 @@
-"""The report of one trace or several: a page that displays itself in a notebook and is saved as one file."""
+"""Reports of one trace or several: a page that displays itself in a notebook and is saved as one file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from perturbkv.trace import Trace
 
 _HEIGHT = 900
 """Pixels of the frame in a notebook."""
-_MILLION = 1e6
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,16 +52,16 @@ class Report:
         Raises:
             OutputError: where nothing can be written, or a file exists.
         """
-        where = free(Path(path), overwrite)
+        target = check_free(Path(path), overwrite)
         content = self.html.encode()
-        write_atomically(where, lambda stream: stream.write(content))
-        return where
+        write_atomically(target, lambda stream: stream.write(content))
+        return target
 
     def __repr__(self) -> str:
-        return f"Report of {self.title}: {self.bytes / _MILLION:.1f} MB, {self.samples} samples; .save(path) writes it"
+        return f"Report of {self.title}: {self.bytes / 1e6:.1f} MB, {self.samples} samples; .save(path) writes it"
 
     def _repr_html_(self) -> str:
-        """Return a frame whose page has no access to the notebook, and reaches no network."""
+        """Return a frame whose page can access neither the notebook nor the network."""
         title, content = html.escape(f"Report of {self.title}"), html.escape(self.html)
         return (
             f'<iframe title="{title}" width="100%" height="{_HEIGHT}" sandbox="allow-scripts" '
@@ -91,33 +90,33 @@ def report(
         OutputError: where the page cannot be written, or would replace a file.
 
     Example:
-        >>> shown = report(trace)
-        >>> shown.samples, shown.configs
+        >>> result = report(trace)
+        >>> result.samples, result.configs
         (1, 2)
-        >>> shown.html.startswith("<!doctype html>")
+        >>> result.html.startswith("<!doctype html>")
         True
     """
-    given = (traces,) if isinstance(traces, Trace) else _listed(traces)
-    check(given)
+    checked = (traces,) if isinstance(traces, Trace) else _as_tuple(traces)
+    check(checked)
     if isinstance(path, Trace):
         msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
         raise ConfigError(msg)
     if path is not None:
-        _check_other(given, free(Path(path), overwrite))
-    made = _build(given, full)
+        _check_other(checked, check_free(Path(path), overwrite))
+    result = _build(checked, full)
     if path is not None:
-        made.save(path, overwrite=overwrite)
-    return made
+        result.save(path, overwrite=overwrite)
+    return result
 
 
-def _listed(traces: Any) -> tuple[Trace, ...]:
+def _as_tuple(traces: Any) -> tuple[Trace, ...]:
     """Return the traces as a tuple. Raises ConfigError for anything else."""
-    found = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
-    for one in found:
+    items = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
+    for one in items:
         if not isinstance(one, Trace):
             msg = f"expected a trace or a list of traces, got {type(one).__name__}; pk.read_trace(path) gives one"
             raise ConfigError(msg)
-    return found
+    return items
 
 
 def check(traces: Sequence[Trace]) -> None:
@@ -125,9 +124,9 @@ def check(traces: Sequence[Trace]) -> None:
     if not traces:
         msg = "expected a trace or several for a report, got none"
         raise ConfigError(msg)
-    for place, one in enumerate(traces):
+    for index, one in enumerate(traces):
         name = one.source or "the trace in memory"
-        if any(one is other or (one.digest and one.digest == other.digest) for other in traces[:place]):
+        if any(one is other or (one.digest and one.digest == other.digest) for other in traces[:index]):
             msg = f"expected every trace once, got {name} twice; leave one out"
             raise ConfigError(msg)
         if not one.ok.any():
@@ -135,7 +134,7 @@ def check(traces: Sequence[Trace]) -> None:
             raise TraceError(msg)
 
 
-def free(path: Path, overwrite: bool) -> Path:
+def check_free(path: Path, overwrite: bool) -> Path:
     """Return the path. Raises OutputError where nothing can be written, or an existing file may not be replaced."""
     check_writable(path)
     if path.exists() and not overwrite:
@@ -154,7 +153,7 @@ def _check_other(traces: Sequence[Trace], path: Path) -> None:
 def _build(traces: Sequence[Trace], full: bool) -> Report:
     from perturbkv.reporting.payload import payload
 
-    of = payload(traces, full=full)
-    counted = [(int(one.ok.sum()), len(one.run.configs)) for one in traces]
-    samples, configs = (sum(counts) for counts in zip(*counted, strict=True))
-    return Report(of.title, page(of), samples, configs)
+    content = payload(traces, full=full)
+    counts = [(int(one.ok.sum()), len(one.run.configs)) for one in traces]
+    samples, configs = (sum(column) for column in zip(*counts, strict=True))
+    return Report(content.title, page(content), samples, configs)

@@ -1,4 +1,4 @@
-"""Checks of this device's kernels and layouts against references, above all of a GPU; no trained model is needed.
+"""Checks of the kernels and cache layouts of a device, above all of a GPU, against references; no trained model.
 
-`checks` has the result of a check, the kernel's check and the placement's; `equality` decoding from a small model.
+`checks` has the result of a check, and the checks of kernel and placement; `equality` those of compact caches.
 """

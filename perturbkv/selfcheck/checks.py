@@ -48,7 +48,7 @@ class Check:
 
     @property
     def equal(self) -> bool:
-        """Whether the distance was measured and is within the bound; NaN is not."""
+        """Return whether the distance was measured and is within the bound; NaN is not."""
         return self.distance is not None and self.distance <= self.bound
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,13 +58,13 @@ class Check:
         return {**asdict(self), "distance": distance if finite else str(distance), "equal": self.equal}
 
 
-def tried(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
+def run_check(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
     """Return the checks of `work`; where it fails, one check that was not measured, so that the others run."""
     try:
         return work()
-    except (PerturbkvError, RuntimeError) as error:  # torch's own are RuntimeErrors: no memory, no such kernel
-        said = " ".join(str(error).split()) or type(error).__name__
-        return [Check(name, None, 0.0, rule, said[:200])]
+    except (PerturbkvError, RuntimeError) as error:  # torch raises RuntimeErrors: no memory, no such kernel
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return [Check(name, None, 0.0, rule, reason[:200])]
 
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -82,7 +82,7 @@ def check_kernel(device: torch.device) -> list[Check]:
     return [
         Check(
             f"Triton norms, {str(dtype).removeprefix('torch.')}, heads of {d_head}",
-            max(_worst(*shape, d_head, dtype, device) for shape in SHAPES.values()),
+            max(_worst_error(*shape, d_head, dtype, device) for shape in SHAPES.values()),
             bound,
             _RULE,
         )
@@ -91,15 +91,15 @@ def check_kernel(device: torch.device) -> list[Check]:
     ]
 
 
-def _worst(
+def _worst_error(
     heads: int, kv_heads: int, entries: int, d_model: int, d_head: int, dtype: torch.dtype, device: torch.device
 ) -> float:
     generator = torch.Generator().manual_seed(d_head + entries)
     value = torch.randn(kv_heads, entries, d_head, generator=generator).to(device, dtype)
     w_o = torch.randn(d_model, heads * d_head, generator=generator).to(device, dtype)
     expected = loop_norms(value, w_o)
-    found = projected_value_norms(value, w_o, kernel="triton").double().cpu()
-    return float(((found - expected).abs() / expected).max())
+    norms = projected_value_norms(value, w_o, kernel="triton").double().cpu()
+    return float(((norms - expected).abs() / expected).max())
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
@@ -111,24 +111,26 @@ def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
     return torch.stack([(value[head // group] @ part).abs().sum(dim=-1) for head, part in enumerate(slices)])
 
 
-_MEASURED = ("theta", "perturbation_isolated", "retained_mass", "hidden_drift_l1", "kept_count")
+_VARIABLES = ("theta", "perturbation_isolated", "retained_mass", "hidden_drift_l1", "kept_count")
 _PLACEMENT_RULE = "largest difference over the largest value, in float32"
 
 
 def check_placement(model: str, device: torch.device, tokens: int) -> list[Check]:
     """Compare a prompt of random tokens with --device-map auto and without; `model` is `random:<alias>`."""
-    spread = load_model(model, "float32", device_map="auto")
-    plain = load_model(model, "float32", "cpu")  # spread weights are drawn on the CPU too
-    one = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
-    found, expected = (_measured(adapter, tokens).arrays for adapter in (spread, one))
-    places = len({parameter.device for parameter in spread.model.parameters()})
+    distributed = load_model(model, "float32", device_map="auto")
+    plain = load_model(model, "float32", "cpu")  # random weights with a device map are drawn on the CPU too
+    single = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
+    arrays, expected = (_trace(adapter, tokens).arrays for adapter in (distributed, single))
+    devices = len({parameter.device for parameter in distributed.model.parameters()})
     return [
-        Check(f"--device-map auto over {places}: {name}", _distance(found[name], expected[name]), 1e-4, _PLACEMENT_RULE)
-        for name in _MEASURED
+        Check(
+            f"--device-map auto over {devices}: {name}", _distance(arrays[name], expected[name]), 1e-4, _PLACEMENT_RULE
+        )
+        for name in _VARIABLES
     ]
 
 
-def _measured(adapter: Adapter, tokens: int) -> SampleTrace:
+def _trace(adapter: Adapter, tokens: int) -> SampleTrace:
     ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
     prompt = Prompt("selfcheck", tuple(ids), 0)
     configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
@@ -136,6 +138,6 @@ def _measured(adapter: Adapter, tokens: int) -> SampleTrace:
     return trace_sample(adapter, prompt, ResolvedRun.from_run(run))
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
-    first, second = found.astype(np.float64), expected.astype(np.float64)
+def _distance(measured: np.ndarray, expected: np.ndarray) -> float:
+    first, second = measured.astype(np.float64), expected.astype(np.float64)
     return float(np.abs(first - second).max() / np.abs(second).max())

@@ -63,14 +63,16 @@ def full_cache(adapter: Adapter, count: int) -> DynamicCache:
 
 
 FLOORS = 4
-"""A difference exceeds this many noise floors (METHOD: Audit)."""
+"""Distances up to this many noise floors are no difference (METHOD: Audit)."""
 LAYOUTS = ("padded", "packed", "rectangular")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 4
 _WORSE = 2
-_SAME = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; same queries"
-_WHOLE = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; the whole decoding"
-_EXACT = f"{_WORSE} times the distance of the reference in this dtype from the one in float32; the whole decoding"
+_SAME_QUERIES = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; same queries"
+_DECODING = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; the whole decoding"
+_AGAINST_FLOAT32 = (
+    f"{_WORSE} times the distance of the reference in this dtype from the one in float32; the whole decoding"
+)
 
 Sets = list[list[list[Tensor]]]
 """Kept positions: layer, row, kept set."""
@@ -85,104 +87,110 @@ class Sizes:
 
 
 def check(device: torch.device, sizes: Sizes, layout: str) -> list[Check]:
-    """Check every dtype and granularity of one layout; packed ones where the device has the kernel for them."""
-    models = {dtype: small_model(dtype, device) for dtype in DTYPES if has(layout, dtype, device)}
+    """Check one layout at every dtype that the device supports, per query head and per kv head."""
+    models = {dtype: small_model(dtype, device) for dtype in DTYPES if supports(layout, dtype, device)}
     if not models:
-        return [Check(layout, None, 0.0, _SAME, "no variable-length attention here: caches are padded", needed=False)]
-    exact, found = models.get(torch.float32) or small_model(torch.float32, device), []
+        return [
+            Check(
+                layout, None, 0.0, _SAME_QUERIES, "no variable-length attention here: caches are padded", needed=False
+            )
+        ]
+    exact, checks = models.get(torch.float32) or small_model(torch.float32, device), []
     for sets in (HEADS, KV_HEADS):
         kept = kept_sets(sets, sizes.entries, even=layout == "rectangular")
-        reference, _ = masked(exact, kept, sizes)
+        reference, _ = decode_masked(exact, kept, sizes)
         for adapter in models.values():
-            found += compare(adapter, kept, sizes, layout, reference)
-    return found
+            checks += compare(adapter, kept, sizes, layout, reference)
+    return checks
 
 
-def has(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the device supports this layout for a dtype."""
     return layout != "packed" or ragged.kernel_for(torch.empty(0, dtype=dtype, device=device)) is not None
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
-    """Compare one dtype of one layout with the reference of this dtype and with that of float32."""
+    """Compare one layout at one dtype with the references of this dtype and of float32."""
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
-    own, asked = masked(adapter, kept, sizes, compacted(adapter, kept, sizes, layout))
-    cache = compacted(adapter, kept, sizes, layout)
-    whole = _decode(adapter, cache, sizes, lambda: decode_from(adapter, cache))
-    found = [_within_floors(f"{name}: attention", asked, own, adapter.dtype, _SAME)]
+    masked, compact = decode_masked(adapter, kept, sizes, compact_cache(adapter, kept, sizes, layout))
+    cache = compact_cache(adapter, kept, sizes, layout)
+    decoded = _decode(adapter, cache, sizes, lambda: decode_from(adapter, cache))
+    checks = [_compare_to_floor(f"{name}: attention", compact, masked, adapter.dtype, _SAME_QUERIES)]
     if adapter.dtype == torch.float32:
-        return [*found, _within_floors(f"{name}: decoding", whole, own, adapter.dtype, _WHOLE)]
-    bound = _WORSE * distance(own[1:], reference[1:])
-    return [*found, Check(f"{name}: decoding", distance(whole[1:], reference[1:]), bound, _EXACT)]
+        return [*checks, _compare_to_floor(f"{name}: decoding", decoded, masked, adapter.dtype, _DECODING)]
+    bound = _WORSE * distance(masked[1:], reference[1:])
+    return [*checks, Check(f"{name}: decoding", distance(decoded[1:], reference[1:]), bound, _AGAINST_FLOAT32)]
 
 
-def _within_floors(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, rule: str) -> Check:
-    """Compare all rows but the first, which sets the noise floor."""
-    bound = max(FLOORS * distance(found[:1], expected[:1]), float(torch.finfo(dtype).eps))
-    return Check(name, distance(found[1:], expected[1:]), bound, rule)
+def _compare_to_floor(name: str, outputs: Tensor, expected: Tensor, dtype: torch.dtype, rule: str) -> Check:
+    """Return a check of all rows but the first, which sets the noise floor."""
+    bound = max(FLOORS * distance(outputs[:1], expected[:1]), float(torch.finfo(dtype).eps))
+    return Check(name, distance(outputs[1:], expected[1:]), bound, rule)
 
 
 def kept_sets(sets: int, entries: int, even: bool) -> Sets:
-    """Return kept sets: row 0 keeps everything; the others one entry up to all, or equally many in every head."""
+    """Return random kept sets: all entries in row 0; in the others 1 to all, or with `even` as many in every head."""
     generator = torch.Generator().manual_seed(sets)
     layers = []
     for _ in range(LAYERS):
         rows = [[torch.arange(entries)] * sets]
         for row in range(1, _ROWS):
-            most = torch.randint(1, entries + 1, (sets,), generator=generator).tolist()
-            most = [entries // (2 * row)] * sets if even else [1, *most[1:]]
-            rows.append([torch.randperm(entries, generator=generator)[:count].sort().values for count in most])
+            counts = torch.randint(1, entries + 1, (sets,), generator=generator).tolist()
+            counts = [entries // (2 * row)] * sets if even else [1, *counts[1:]]
+            rows.append([torch.randperm(entries, generator=generator)[:count].sort().values for count in counts])
         layers.append(rows)
     return layers
 
 
-def compacted(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
-    """Return the prompt's cache with the kept entries alone."""
-    full, spelled = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
+def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
+    """Return the cache of the prompt with its kept entries alone."""
+    full, kind = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
-    with _kernel(layout):
-        for held, rows in zip(full.layers, kept, strict=True):
-            entries = [_entries(held.keys[0], held.values[0], row) for row in rows]
-            layers.append(CompactLayer(entries, adapter.heads, sizes.entries, spelled))
+    with _without_kernel(layout):
+        for layer, rows in zip(full.layers, kept, strict=True):
+            entries = [_entries(layer.keys[0], layer.values[0], row) for row in rows]
+            layers.append(CompactLayer(entries, adapter.heads, sizes.entries, kind))
     return CompactCache(layers)
 
 
-def _kernel(layout: str) -> AbstractContextManager[Any]:
-    """Return a context without the kernel for `padded`: a device without it gets padded caches."""
+def _without_kernel(layout: str) -> AbstractContextManager[Any]:
+    """Return a context in which `padded` caches find no variable-length kernel, as on a device without it."""
     return patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext()
 
 
 def _entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:
     sharing = len(sets) // len(keys)
-    places = [(head // sharing, positions.to(keys.device)) for head, positions in enumerate(sets)]
+    kept = [(head // sharing, positions.to(keys.device)) for head, positions in enumerate(sets)]
     return KeptEntries.of(
-        [keys[head, positions] for head, positions in places], [values[head, positions] for head, positions in places]
+        [keys[head, positions] for head, positions in kept], [values[head, positions] for head, positions in kept]
     )
 
 
-def masked(adapter: Adapter, kept: Sets, sizes: Sizes, beside: CompactCache | None = None) -> tuple[Tensor, Tensor]:
-    """Return head outputs (row, layer, head, step, d_head) from the full cache, masked by hand, and a second tensor.
+def decode_masked(
+    adapter: Adapter, kept: Sets, sizes: Sizes, compact: CompactCache | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return head outputs (row, layer, head, step, d_head) of decoding from the masked full cache, twice.
 
-    The second one has the outputs of `beside`, which decodes along, for the same queries; without it the first again.
+    The second tensor has the outputs of the `compact` cache for the same queries instead, where it is given.
     """
     cache: DynamicCache = full_cache(adapter, sizes.entries)
     cache.batch_repeat_interleave(_ROWS)
     masks = [_mask(rows, adapter.heads, sizes.entries).to(adapter.device) for rows in kept]
-    asked: list[Tensor] = []
+    compact_outputs: list[Tensor] = []
 
     def attend(stock: Any, module: Any, args: Any, kwargs: Any) -> tuple[Tensor, None]:
         query, key, value = args[:3]
         output = attention(query, key, value, masks[module.layer_idx], kwargs["scaling"])
-        if beside is not None:
-            layer = beside.layers[module.layer_idx]
+        if compact is not None:
+            layer = compact.layers[module.layer_idx]
             layer.update(key[:, :, -1:], value[:, :, -1:])
-            asked.append(layer.attend(query, kwargs["scaling"])[:, -1].float())
+            compact_outputs.append(layer.attend(query, kwargs["scaling"])[:, -1].float())
         return output, None
 
-    if beside is not None:
-        beside.attach(True)
-    own = _decode(adapter, cache, sizes, lambda: intercept_attention(adapter, attend))
-    return own, _in_order(asked, sizes) if asked else own
+    if compact is not None:
+        compact.attach(True)
+    outputs = _decode(adapter, cache, sizes, lambda: intercept_attention(adapter, attend))
+    return outputs, _stack(compact_outputs, sizes) if compact_outputs else outputs
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -208,23 +216,23 @@ def _decode(
     adapter: Adapter, cache: Any, sizes: Sizes, attention: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
     """Decode the same random tokens in every row, one by one; return the head outputs."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-    def keep(layer: int, mixed: Tensor) -> None:
-        found.append(mixed[:, -1].float().view(_ROWS, adapter.heads, adapter.d_head))
+    def record(layer: int, mixed: Tensor) -> None:
+        outputs.append(mixed[:, -1].float().view(_ROWS, adapter.heads, adapter.d_head))
 
-    with torch.inference_mode(), attention(), capture(adapter, Observer(head_output=keep)):
+    with torch.inference_mode(), attention(), capture(adapter, Observer(head_output=record)):
         for token in tokens(sizes.steps, 1, adapter.device):
             adapter.model(input_ids=token.expand(_ROWS, 1), past_key_values=cache, logits_to_keep=1)
-    return _in_order(found, sizes)
+    return _stack(outputs, sizes)
 
 
-def _in_order(found: list[Tensor], sizes: Sizes) -> Tensor:
+def _stack(outputs: list[Tensor], sizes: Sizes) -> Tensor:
     """Return (row, head, d_head) of every step and layer as (row, layer, head, step, d_head)."""
-    return torch.stack(found).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
+    return torch.stack(outputs).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the worst head's root mean square difference over steps and components, over the reference's."""
-    off, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (found - expected, expected))
-    return float((off / size).max())
+def distance(outputs: Tensor, expected: Tensor) -> float:
+    """Return the root mean square difference of the worst head over that of its reference."""
+    error, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (outputs - expected, expected))
+    return float((error / size).max())

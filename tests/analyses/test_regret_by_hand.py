@@ -9,7 +9,7 @@ import pytest
 from perturbkv.analyses.questions.regret.regret import Regret, regret_of
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
-from perturbkv.optimum.search import FoundSets
+from perturbkv.optimum.search import SearchResults
 from tests.support.measured import config
 from tests.support.traces import run_config
 
@@ -27,7 +27,7 @@ def head(part: str, best: float, values: list[float], **more: Any) -> dict[str, 
     return {**places, **told, "perturbation": values, "best": best, **more}
 
 
-def found(samples: int = 6, configs: list[EvictionConfig] = CONFIGS) -> FoundSets:
+def found(samples: int = 6, configs: list[EvictionConfig] = CONFIGS) -> SearchResults:
     """Two heads a prompt: attention 8 and 2 times the best, its hindsight 2 and 1 times; and a proven prefix."""
     rows = [
         {
@@ -42,7 +42,7 @@ def found(samples: int = 6, configs: list[EvictionConfig] = CONFIGS) -> FoundSet
         }
         for place in range(samples)
     ]
-    return FoundSets(run_config(configs=tuple(configs)), rows, ASKED, {"perturbkv_version": "0"})
+    return SearchResults(run_config(configs=tuple(configs)), rows, ASKED, {"perturbkv_version": "0"})
 
 
 def regret(samples: int = 6) -> Regret:

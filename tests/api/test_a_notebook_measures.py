@@ -18,7 +18,7 @@ import perturbkv as pk
 from perturbkv.cli.main import app
 from perturbkv.datasets.prompts import collect
 from perturbkv.display import Table
-from perturbkv.engines import choosing
+from perturbkv.engines import engine_choice
 from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.user_model import fingerprint
@@ -72,13 +72,13 @@ def test_a_run_with_a_path_measures_what_is_missing(
     model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, int]] = []
-    original = choosing.Here.measure
+    original = engine_choice.LocalEngine.measure
 
     def noted(self: Any, planned: Any, missing: Any, finished: Any) -> None:
         asked.append({name: len(configs) for name, configs in missing.items()})
         original(self, planned, missing, finished)
 
-    monkeypatch.setattr(choosing.Here, "measure", noted)
+    monkeypatch.setattr(engine_choice.LocalEngine, "measure", noted)
     prompts = pk.load_prompts(str(data), model, samples=3)
     whole = pk.measure(model, prompts, CONFIGS, progress=False)
     path = tmp_path / "t.h5"
@@ -97,7 +97,7 @@ def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replac
 ) -> None:
     prompts, path = pk.load_prompts(str(data), model, samples=3), tmp_path / "t.h5"
     pk.measure(model, prompts, CONFIGS, path=path, progress=False)
-    content, original = path.read_bytes(), choosing.Here.measure
+    content, original = path.read_bytes(), engine_choice.LocalEngine.measure
 
     def failing(self: Any, planned: Any, missing: Any, finished: Any) -> None:
         def first_alone(sample: Any, configs: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replac
         original(self, planned, missing, first_alone)
 
     with monkeypatch.context() as patched, pytest.raises(ActivationError, match="the logits"):
-        patched.setattr(choosing.Here, "measure", failing)
+        patched.setattr(engine_choice.LocalEngine, "measure", failing)
         pk.measure(model, prompts, CONFIGS, settings=pk.Settings(steps=2), path=path, overwrite=True, progress=False)
     assert path.read_bytes() == content
     assert (

@@ -59,9 +59,9 @@ def test_a_bar_in_a_notebook_says_how_far_it_is_and_leaves_nothing(page: Page) -
         mock.patch.object(progress.time, "monotonic", side_effect=[0.0, 0.0, 0.0, 30.0, 60.0]),
         progress.bar("samples") as bar,
     ):
-        bar.at(0, 6)
-        bar.at(1, 6)
-        bar.one_more()
+        bar.update(0, 6)
+        bar.update(1, 6)
+        bar.advance()
     told = [one["text/plain"] for one in page.shown]
     assert told == [
         "samples",
@@ -80,8 +80,8 @@ def test_time_left_counts_from_what_was_there_before(page: Page) -> None:
         mock.patch.object(progress.time, "monotonic", side_effect=[0.0, 0.0, 0.0, 10.0]),
         progress.bar("samples") as bar,
     ):
-        bar.at(6, 8)
-        bar.at(7, 8)
+        bar.update(6, 8)
+        bar.update(7, 8)
     assert page.shown[-2]["text/plain"] == "samples: 7 of 8, 0:00:10, about 0:00:10 left"
 
 
@@ -91,7 +91,7 @@ def test_a_bar_goes_when_the_work_fails_and_none_comes_where_none_is_wanted(page
     assert page.shown[-1] == {"text/plain": "", "text/html": ""}
     page.shown.clear()
     with progress.bar("samples", 3, shown=False) as bar:
-        bar.one_more()
+        bar.advance()
     assert page.shown == []
 
 

@@ -58,7 +58,7 @@ def test_noise_is_no_rotation_and_no_quantisation() -> None:
     keys, whole = entries(), entries(1, 60)
     for size in (1e-3, 1e-2, 0.3):
         noisy = keys + size * entries(2)
-        assert kept_entries.quantised(noisy, keys, whole) == ""
+        assert kept_entries.quantisation(noisy, keys, whole) == ""
         if size > 0.1:
             assert kept_entries.rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
 
@@ -85,7 +85,7 @@ def test_a_quantisation_is_named_by_bits_and_scale(bits: int) -> None:
     }
     for words, kinds in made.items():
         for kind in kinds:
-            assert kept_entries.quantised(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
+            assert kept_entries.quantisation(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
 
 
 def test_another_heads_entries_are_found_to_the_bit() -> None:

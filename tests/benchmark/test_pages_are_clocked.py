@@ -95,7 +95,7 @@ def test_what_cannot_be_measured_is_refused(asked: dict[str, int]) -> None:
 
 
 def test_a_made_trace_is_one_that_could_have_been_measured(tmp_path: Path) -> None:
-    made = made_traces.made_trace(2, 2, 3, 200)
+    made = made_traces.synthetic_trace(2, 2, 3, 200)
     read = read_trace(made.save(tmp_path / "made.h5"))
     assert len(made.run.configs) == 24
     assert set(read.arrays) == set(made.arrays)

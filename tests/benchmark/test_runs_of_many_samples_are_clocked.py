@@ -50,8 +50,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Processes whose numbers are known, and what each was asked for: its work, and the words before it."""
     seen: list[tuple[str, Any]] = []
 
-    def answer(name: str, *, before: Any = (), **arguments: Any) -> dict[str, Any]:
-        seen.append((f"{name} {arguments.get('engine', '')}".strip(), before))
+    def answer(name: str, *, prefix: Any = (), **arguments: Any) -> dict[str, Any]:
+        seen.append((f"{name} {arguments.get('engine', '')}".strip(), prefix))
         return ANSWERS[name](**arguments)
 
     monkeypatch.setattr(many_samples, "in_process", answer)
@@ -203,7 +203,7 @@ def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_workers, "getpid", lambda: 7)
     crew = _Here(count=2)
     with pytest.raises(WorkerError, match="expected 2 workers within 0 seconds, got 1"):
-        many_workers.until_ready(Scheduler(crew), many_workers.Sleeping(0, None), 2)  # type: ignore[arg-type]
+        many_workers.wait_until_ready(Scheduler(crew), many_workers.Sleeping(0, None), 2)  # type: ignore[arg-type]
 
 
 def test_samples_have_limits() -> None:

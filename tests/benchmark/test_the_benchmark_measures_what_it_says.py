@@ -105,7 +105,7 @@ def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_ke
     """Both rows decode the same tokens: with everything kept they give the same logits."""
     adapter, made = tiny_adapter(), []
     cache = work._random_cache(adapter, 2, 30)
-    compact = work.CompactCache([work._cut(adapter, layer.keys, layer.values, 30) for layer in cache.layers])
+    compact = work.CompactCache([work._keep_last(adapter, layer.keys, layer.values, 30) for layer in cache.layers])
     ids = torch.tensor([[3], [4]])
     with torch.inference_mode():
         with work.decode_from(adapter, compact):
@@ -115,7 +115,7 @@ def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_ke
 
 
 def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:
-    value, w_o = norms._layer(entries=9, d_model=24, heads=4, kv_heads=2, **CPU)
+    value, w_o = norms._random_layer(entries=9, d_model=24, heads=4, kv_heads=2, **CPU)
     expected = naive.projected_value_norms(value.double().numpy(), w_o.double().numpy(), 4)
     for compute in norms._NORMS.values():
         np.testing.assert_allclose(compute(value, w_o), expected, rtol=1e-5)

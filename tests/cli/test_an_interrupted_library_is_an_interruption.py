@@ -6,13 +6,13 @@ import pytest
 
 from perturbkv.cli import main
 from perturbkv.cli.command_line import JsonRequest
-from perturbkv.cli.main import Ending
+from perturbkv.cli.main import SigtermRecord
 from perturbkv.errors import InterruptedRunError, ModelError
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, app: object, terminated: bool = False) -> int:
     monkeypatch.setattr(main, "app", app)
-    return main._run(JsonRequest(), Ending(terminated))
+    return main._run(JsonRequest(), SigtermRecord(terminated))
 
 
 def loading(interrupted: bool) -> None:
@@ -34,7 +34,7 @@ def test_an_error_behind_which_a_ctrl_c_lies_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminated: bool, code: int
 ) -> None:
     assert ended(monkeypatch, lambda **asked: loading(True), terminated) == code
-    assert capsys.readouterr().err.strip() == "error: interrupted; what is not whole is not written"
+    assert capsys.readouterr().err.strip() == "error: interrupted; no unfinished file was written"
 
 
 def test_any_other_error_stays_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

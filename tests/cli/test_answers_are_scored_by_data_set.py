@@ -253,7 +253,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     def stop(self: Any, planned: Plan, missing: Any, finished: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("perturbkv.engines.choosing.HereTogether.measure", stop)
+    monkeypatch.setattr("perturbkv.engines.engine_choice.LocalEngine.measure", stop)
     ran = perturbkv("quality", *small, "--dataset", two, "-o", "out")
     assert ran.code == 130
     assert "0 of 2 samples are kept beside out/first/trace.h5; run the same command with --output out to" in ran.err

@@ -166,7 +166,7 @@ def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[
     for terminal in (False, True):
         screen = console.Console(file=io.StringIO(), force_terminal=terminal)
         with bar("samples", 3, console=screen) as drawn:
-            drawn.one_more()
+            drawn.advance()
         assert ("samples" in screen.file.getvalue()) == terminal
 
 
@@ -176,7 +176,7 @@ def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("perturbkv.engines.choosing.trace", interrupt)
+        patch.setattr("perturbkv.engines.engine_choice.trace", interrupt)
         ran = perturbkv("heads", *tiny, "-o", "out")
     assert ran.code == 130
     assert "1 of 2 samples are kept beside out/trace.h5; run the same command with --output out" in ran.err
@@ -241,7 +241,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
         return run_trace(adapter, prompts, run, resources, finished, wanted)
 
     assert perturbkv("trace", *tiny, "-o", "t.h5").code == 0
-    monkeypatch.setattr("perturbkv.engines.choosing.trace", watched)
+    monkeypatch.setattr("perturbkv.engines.engine_choice.trace", watched)
     more = [*instead(tiny, "--samples", 3), "--budget", 60]
     ran = perturbkv("trace", *more, "-o", "t.h5")
     assert ran.code == 0, ran.err

@@ -140,7 +140,7 @@ def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, 
     refused = perturbkv(*measure)
     assert (refused.code, Path("scores.json").exists()) == (2, False)
     assert "expected a right answer to one of 2 prompts" in refused.err
-    with mock.patch("perturbkv.pipeline.answers.answer_heads.right", return_value=True):
+    with mock.patch("perturbkv.pipeline.answers.answer_heads.is_right", return_value=True):
         ran = perturbkv(*measure)
     assert ran.code == 0, ran.err
     assert "2 of 2 prompts that were answered right" in " ".join(ran.out.split())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from perturbkv.cli import option_refusals
-from perturbkv.cli.command_line import options
+from perturbkv.cli.command_line import option_fields
 from perturbkv.cli.options import RunOptions
 from perturbkv.selection.policies import registry
 from perturbkv.storage.trace.trace_file import read_run
@@ -239,7 +239,7 @@ def test_a_question_that_only_adds_is_answered(perturbkv: Run, measured: Path) -
 
 
 def test_every_name_of_the_table_is_an_option() -> None:
-    assert set(option_refusals.NEEDS) <= set(options(RunOptions))
+    assert set(option_refusals.NEEDS) <= set(option_fields(RunOptions))
     for command, names in option_refusals.UNUSED.items():
         words = [word for word in command.split() if not word.startswith("-")]
         assert set(names) <= {parameter.name for parameter in command_of(words).params}
@@ -247,7 +247,7 @@ def test_every_name_of_the_table_is_an_option() -> None:
 
 def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
     known = {name: f"--policy {name}" for name in registry.names()} | {"needle": "--dataset needle"}
-    for name, annotated in options(RunOptions).items():
+    for name, annotated in option_fields(RunOptions).items():
         said = next(option.help for option in annotated.__metadata__).partition(":")[0]
         if said in known:
-            assert option_refusals.NEEDS[name].words == known[said]
+            assert option_refusals.NEEDS[name].text == known[said]

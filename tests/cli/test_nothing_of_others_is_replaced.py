@@ -204,13 +204,13 @@ def test_an_interrupted_command_that_keeps_nothing_says_so(
     finally:
         signal.signal(signal.SIGINT, before)
     assert (ran.code, ran.json()["error"]["exit_code"]) == (130, 130)
-    assert ran.err == "error: interrupted; what is not whole is not written\n"
+    assert ran.err == "error: interrupted; no unfinished file was written\n"
 
 
 def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    from perturbkv.pipeline.answers import answered
+    from perturbkv.pipeline.answers import answer_rows
 
-    answer = answered.answer
+    answer = answer_rows.answer
 
     def interrupted(adapter: Any, prompt: Any, *more: Any, **options: Any) -> Any:
         if prompt.sample_id == "p1":
@@ -219,7 +219,7 @@ def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkey
 
     command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
     with monkeypatch.context() as patch:
-        patch.setattr(answered, "answer", interrupted)
+        patch.setattr(answer_rows, "answer", interrupted)
         ran = perturbkv(*command)
     assert ran.code == 130
     assert "error: interrupted: 1 of 2 samples are kept beside generation.jsonl" in ran.err
@@ -246,7 +246,7 @@ def test_where_all_samples_fail_the_reasons_are_told(
         for prompt in prompts:
             finished(FailedSample(prompt.sample_id, f"{prompt.sample_id} broke"))
 
-    monkeypatch.setattr("perturbkv.engines.choosing.trace", all_fail)
+    monkeypatch.setattr("perturbkv.engines.engine_choice.trace", all_fail)
     for command in (["heads", *tiny, "-o", "out"], ["layers", "out/trace.h5"], ["assumption", "out/trace.h5"]):
         ran = perturbkv(*command)
         assert ran.code == 1

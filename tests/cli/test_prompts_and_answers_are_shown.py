@@ -232,7 +232,7 @@ def test_a_score_is_the_metrics_of_the_answers_text(
         said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]
         return generation.Answers(said[0], [said[1] for _ in run.configs], [0.5] * len(run.configs), [])
 
-    monkeypatch.setattr("perturbkv.pipeline.answers.answered.answer", answers)
+    monkeypatch.setattr("perturbkv.pipeline.answers.answer_rows.answer", answers)
     row = {"context": "Fish swim.", "input": "Who?", "answers": ["a cat"], "dataset": "hotpotqa"}
     path = rows(tmp_path / "d.jsonl", row)
     ran = perturbkv("generate", "--model", model, "--dataset", path, "-o", "out", "--json")

@@ -68,7 +68,7 @@ def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
 def test_random_weights_have_no_ties_and_no_model_is_said(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selfcheck, "_checks", lambda *asked: iter([]))
+    monkeypatch.setattr(selfcheck, "_run_checks", lambda *asked: iter([]))
     monkeypatch.setattr("perturbkv.models.sources.embedded_gguf", lambda: None)
     ran = perturbkv("doctor", "selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
     assert ran.code == 2
@@ -76,5 +76,5 @@ def test_random_weights_have_no_ties_and_no_model_is_said(
     assert not Path("gpu.json").exists()
     ran = perturbkv("doctor", "selfcheck", "--device", "cpu", "-o", "gpu.json")
     assert ran.code == 0, ran.err
-    assert "no trained model is here" in ran.err
+    assert "there is no trained model" in ran.err
     assert json.loads(Path("gpu.json").read_text())["ties"] == []

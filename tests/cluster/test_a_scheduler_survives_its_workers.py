@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from perturbkv.engines.scheduler import Gone, Scheduler, Waiting
+from perturbkv.engines.scheduler import ItemQueue, Scheduler, WorkerExit
 from perturbkv.engines.worker import LogBuffer, Models, Reply, Worker
 from perturbkv.errors import ActivationError, NoMemoryError, WorkerError
 from tests.support.crews import HANGING, FakeCrew, Nothing, Told
@@ -54,26 +54,29 @@ def test_a_worker_that_hangs_is_dismissed_and_its_item_counts_as_ended() -> None
 
 
 def test_two_kinds_of_ends_are_both_told() -> None:
-    waiting = Waiting([1])
-    assert waiting.ended(waiting.take(), "signal 9") is None
-    assert waiting.ended(waiting.take(), "over 3 seconds") == "its worker ended twice (signal 9, then over 3 seconds)"
+    waiting = ItemQueue([1])
+    assert waiting.record_exit(waiting.take(), "signal 9") is None
+    assert (
+        waiting.record_exit(waiting.take(), "over 3 seconds")
+        == "its worker ended twice (signal 9, then over 3 seconds)"
+    )
 
 
 def test_where_no_worker_can_begin_the_run_ends_in_one_line() -> None:
-    crew = FakeCrew(begun=lambda place: Gone("signal 11"))
+    crew = FakeCrew(begun=lambda place: WorkerExit("signal 11"))
     with pytest.raises(WorkerError, match="every worker ended before it could measure, the last by signal 11"):
         Scheduler(crew).run(Told().work([1] * 5))
     assert len(crew.hired) == 4
 
 
 def test_one_worker_that_cannot_begin_leaves_its_work_to_the_others() -> None:
-    crew, told = FakeCrew(begun=lambda place: Gone("exit code 1") if place else Reply()), Told()
+    crew, told = FakeCrew(begun=lambda place: WorkerExit("exit code 1") if place else Reply()), Told()
     Scheduler(crew).run(told.work([1] * 5))
     assert len(told.done) == 5
 
 
 def test_a_machine_on_which_everything_dies_is_not_tried_for_ever() -> None:
-    crew, told = FakeCrew(script=lambda item, attempt: Gone("signal 9")), Told()
+    crew, told = FakeCrew(script=lambda item, attempt: WorkerExit("signal 9")), Told()
     with pytest.raises(WorkerError, match="10 workers ended without a sample done between"):
         Scheduler(crew).run(told.work([1] * 1000))
     assert sum(crew.attempts.values()) == 10
@@ -85,7 +88,7 @@ def test_an_error_of_ours_travels_as_itself_and_names_the_worker() -> None:
             where = "logits"
             raise ActivationError(where, "p7")
 
-    reply = Worker(FakeCrew().places[0], LogBuffer()).begin(Refusing())  # type: ignore[arg-type]
+    reply = Worker(FakeCrew().devices[0], LogBuffer()).begin(Refusing())  # type: ignore[arg-type]
     crew = FakeCrew(count=1, begun=lambda place: reply)
     with pytest.raises(ActivationError, match=r"^worker 1 \(cpu\): logits hold NaN or Inf in sample 'p7'$") as caught:
         Scheduler(crew).run(Told().work([1]))
@@ -97,14 +100,14 @@ def test_a_fault_that_nobody_foresaw_comes_with_its_traceback() -> None:
         def prepare(self, models: object) -> None:
             raise ZeroDivisionError
 
-    reply = Worker(FakeCrew().places[0], LogBuffer()).begin(Broken())  # type: ignore[arg-type]
+    reply = Worker(FakeCrew().devices[0], LogBuffer()).begin(Broken())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="(?s)worker 1.*in prepare.*ZeroDivisionError"):
         Scheduler(FakeCrew(begun=lambda place: reply)).run(Told().work([1]))
 
 
 def test_what_every_worker_logs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    said = (("perturbkv.models", logging.WARNING, "the file is read as it is"),)
-    crew = FakeCrew(count=4, script=lambda item, attempt: Reply(item, said=said))
+    log = (("perturbkv.models", logging.WARNING, "the file is read as it is"),)
+    crew = FakeCrew(count=4, script=lambda item, attempt: Reply(item, log=log))
     Scheduler(crew).run(Told().work([1] * 20))
     assert [one.getMessage() for one in caplog.records] == ["the file is read as it is"]
 
@@ -142,8 +145,8 @@ def _blank(item: object, attempt: int) -> Reply:
     return Reply(bytes(10_000))
 
 
-def _ends(ends: bool, item: int) -> Reply | Gone:
-    return Gone("signal 9") if ends else Reply(item)
+def _ends(ends: bool, item: int) -> Reply | WorkerExit:
+    return WorkerExit("signal 9") if ends else Reply(item)
 
 
 def test_no_memory_is_no_attempt() -> None:

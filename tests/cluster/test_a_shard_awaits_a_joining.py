@@ -24,7 +24,7 @@ def begun(folder: Path, joining: bool) -> bool:
     with Lock(trace):
         if joining:
             threading.Timer(0.2, lambda: (lock_path(trace).unlink(), ended.set())).start()
-        with sharding._alone(trace, folder / "t.h5.shard-1-of-2", wait=False, joining=lambda: joining):
+        with sharding._lock_shard(trace, folder / "t.h5.shard-1-of-2", wait=False, all_done=lambda: joining):
             return ended.is_set()
 
 
@@ -59,8 +59,8 @@ def test_a_shard_that_begins_again_while_another_joins_joins_all_itself(
 
     monkeypatch.setattr(sharding, "texts_of", lambda planned: {})
     monkeypatch.setattr(sharding, "merge_shards", beginning_again)
-    assert not sharding._joined(None, path, of[0], False)  # type: ignore[arg-type]
+    assert not sharding._join_if_complete(None, path, of[0], False)  # type: ignore[arg-type]
     monkeypatch.setattr(sharding, "merge_shards", merge_shards)
     second.finish()
-    assert sharding._joined(None, path, of[1], False)  # type: ignore[arg-type]
+    assert sharding._join_if_complete(None, path, of[1], False)  # type: ignore[arg-type]
     assert [file.name for file in tmp_path.iterdir()] == ["t.h5"]

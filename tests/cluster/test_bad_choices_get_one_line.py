@@ -15,12 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 import perturbkv as pk
-from perturbkv.api.inputs import planned
+from perturbkv.api.inputs import make_plan
 from perturbkv.cli.main import app
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings
-from perturbkv.engines import choosing, processes, work_items
+from perturbkv.engines import engine_choice, processes, work_items
 from perturbkv.engines import ray as joining
 from perturbkv.engines import ray as nodes
 from perturbkv.engines.ray import Node
@@ -116,7 +116,7 @@ def test_what_ray_says_of_another_version_is_one_line() -> None:
 
 
 def plan_of(model: pk.Adapter, data: Path) -> Plan:  # type: ignore[name-defined]
-    return planned(model, pk.load_prompts(str(data), model), pk.grid(24, window=8), Settings(), Resources())
+    return make_plan(model, pk.load_prompts(str(data), model), pk.grid(24, window=8), Settings(), Resources())
 
 
 @pytest.fixture(scope="module")
@@ -141,64 +141,64 @@ def test_one_gpu_by_its_number_is_no_place_for_workers(plan: Plan) -> None:
 def test_more_workers_than_gpus_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     placed = dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, device=torch.device("cuda")))
-    assert [place.device for place in processes.worker_places(Workers("workers"), placed)] == ["cuda:0", "cuda:1"]
+    assert [place.device for place in processes.worker_devices(Workers("workers"), placed)] == ["cuda:0", "cuda:1"]
     with pytest.raises(ConfigError, match="each of this machine's 2 GPUs, got --workers 3"):
-        processes.worker_places(Workers("workers", workers=3), placed)
+        processes.worker_devices(Workers("workers", workers=3), placed)
 
 
 def test_workers_that_do_not_fit_the_memory_together_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perturbkv.memory.free_bytes", lambda device: processes.needed_bytes(plan) * 3 // 2)
     monkeypatch.setattr(processes, "cores", lambda: 8)
-    assert len(processes.worker_places(Workers("workers", workers=1), plan)) == 1
+    assert len(processes.worker_devices(Workers("workers", workers=1), plan)) == 1
     with pytest.raises(NoMemoryError, match="2 workers, each with model .* fewer --workers take less"):
-        processes.worker_places(Workers("workers", workers=2), plan)
+        processes.worker_devices(Workers("workers", workers=2), plan)
 
 
 def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert processes.threads(Workers("workers"), 4) == 4
-    assert processes.threads(Workers("workers", cpus_per_worker=3), 4) == 3
+    assert processes.threads_per_worker(Workers("workers"), 4) == 4
+    assert processes.threads_per_worker(Workers("workers", cpus_per_worker=3), 4) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert processes.threads(Workers("workers"), 4) == 2
+    assert processes.threads_per_worker(Workers("workers"), 4) == 2
 
 
 def test_workers_that_want_more_cores_than_there_are_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 8)
-    assert len(processes.worker_places(Workers("workers", workers=2, cpus_per_worker=4), plan)) == 2
+    assert len(processes.worker_devices(Workers("workers", workers=2, cpus_per_worker=4), plan)) == 2
     with pytest.raises(ConfigError, match="this machine's 8 cores, got 2 with --cpus-per-worker 5"):
-        processes.worker_places(Workers("workers", workers=2, cpus_per_worker=5), plan)
+        processes.worker_devices(Workers("workers", workers=2, cpus_per_worker=5), plan)
 
 
 BIG, SMALL = Node("big", "10.0.0.1", 8, 2, 64 * GIB, 80 * GIB), Node("small", "10.0.0.2", 8, 4, 64 * GIB, 16 * GIB)
 
 
 def test_actors_go_where_gpus_hold_the_model() -> None:
-    seats = nodes.seats(Workers("ray"), [SMALL, BIG], "cuda", 40 * GIB)
+    seats = nodes.assign_seats(Workers("ray"), [SMALL, BIG], "cuda", 40 * GIB)
     assert [(seat.key, seat.gpus) for seat in seats] == [("big", 1)] * 2
-    assert len(nodes.seats(Workers("ray"), [SMALL, BIG], "cuda", 10 * GIB)) == 6
+    assert len(nodes.assign_seats(Workers("ray"), [SMALL, BIG], "cuda", 10 * GIB)) == 6
     with pytest.raises(NoMemoryError, match="need 100.0 GiB, and the largest free GPU of the Ray cluster has 80.0 GiB"):
-        nodes.seats(Workers("ray"), [SMALL, BIG], "cuda", 100 * GIB)
+        nodes.assign_seats(Workers("ray"), [SMALL, BIG], "cuda", 100 * GIB)
     with pytest.raises(ConfigError, match="the Ray cluster's 2 free GPUs that hold the model, got --workers 3"):
-        nodes.seats(Workers("ray", workers=3), [SMALL, BIG], "cuda", 40 * GIB)
+        nodes.assign_seats(Workers("ray", workers=3), [SMALL, BIG], "cuda", 40 * GIB)
     busy = [dataclasses.replace(node, gpus=0) for node in (SMALL, BIG)]
     with pytest.raises(ConfigError, match="a free GPU in the Ray cluster, got none"):
-        nodes.seats(Workers("ray"), busy, "cuda", GIB)
+        nodes.assign_seats(Workers("ray"), busy, "cuda", GIB)
 
 
 def test_actors_on_cpus_share_cores_and_memory() -> None:
     two = [Node("a", "a", 5, 0, 10 * GIB), Node("b", "b", 5, 0, 100 * GIB)]
-    seats = nodes.seats(Workers("ray", workers=4), two, "cpu", 6 * GIB)
+    seats = nodes.assign_seats(Workers("ray", workers=4), two, "cpu", 6 * GIB)
     assert [(seat.key, seat.cpus) for seat in seats] == [("b", 1), ("b", 1), ("b", 1), ("b", 1)]
     assert all(seat.memory == 6 * GIB for seat in seats)
     with pytest.raises(NoMemoryError, match="no node of the Ray cluster has more than 100.0 GiB free"):
-        nodes.seats(Workers("ray"), two, "cpu", 200 * GIB)
+        nodes.assign_seats(Workers("ray"), two, "cpu", 200 * GIB)
 
 
 def test_a_score_of_the_program_itself_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     run = dataclasses.replace(plan.run, plugins={"snapkv": "0"})
     assert work_items.registered_modules(run) == ("perturbkv.scoring.scores.snapkv",)
-    monkeypatch.setattr(work_items._class("snapkv"), "__module__", "__main__")
+    monkeypatch.setattr(work_items._plugin_class("snapkv"), "__module__", "__main__")
     with pytest.raises(ConfigError, match="'snapkv' is defined in the program itself"):
         work_items.registered_modules(run)
 
@@ -210,9 +210,9 @@ def test_another_version_of_a_score_is_refused_where_it_is_loaded(plan: Plan) ->
 
 def test_the_device_of_a_cluster_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert choosing.device(Workers("ray"), "cuda") == torch.device("cuda")
+    assert engine_choice.pick_run_device(Workers("ray"), "cuda") == torch.device("cuda")
     with pytest.raises(ConfigError, match="this machine has 0"):
-        choosing.device(Workers("workers"), "cuda")
+        engine_choice.pick_run_device(Workers("workers"), "cuda")
 
 
 def test_a_sweep_file_takes_the_engine_too() -> None:

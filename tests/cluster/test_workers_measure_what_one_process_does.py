@@ -13,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 import perturbkv as pk
-from perturbkv.api.inputs import planned
+from perturbkv.api.inputs import make_plan
 from perturbkv.cli.main import app
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings
-from perturbkv.engines.choosing import Here, WorkerEngine
+from perturbkv.engines.engine_choice import LocalEngine, WorkerEngine
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.worker import Place
+from perturbkv.engines.worker import WorkerDevice
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import run_in_memory, run_to_file
@@ -39,20 +39,20 @@ def model(folder: Path) -> Adapter:
 @pytest.fixture(scope="module")
 def two() -> Iterator[Scheduler]:
     """Two processes, started by the first test and used by all."""
-    crew = Processes([Place("cpu", 1)] * 2)
+    crew = Processes([WorkerDevice("cpu", 1)] * 2)
     yield Scheduler(crew)
     crew.close()
 
 
 def plan_of(model: Adapter, data: Path, configs: Any, **settings: Any) -> Plan:
     chosen = Settings(head_scores=head_scores(model), **settings)
-    return planned(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
+    return make_plan(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
 
 
 def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Scheduler, tmp_path: Path) -> None:
     plan = plan_of(model, data, of_every_policy(), steps=2, generate=3)
     assert len(plan.run.configs) > 15
-    alone = run_to_file(plan, Here(), tmp_path / "here.h5")
+    alone = run_to_file(plan, LocalEngine(), tmp_path / "here.h5")
     told: list[tuple[int, int]] = []
     engine = WorkerEngine(Workers("workers"), [plan], two)
     spread = run_to_file(plan, engine, tmp_path / "spread.h5", progress=lambda *done: told.append(done))
@@ -67,7 +67,7 @@ def test_prefills_of_their_own_are_read_elsewhere_too(
 ) -> None:
     """But for how long they took."""
     plan = plan_of(model, data, pk.grid(30, policy="vertical-slash", selection=("attention", "random"), window=8))
-    alone = run_to_file(plan, Here(), tmp_path / "here.h5")
+    alone = run_to_file(plan, LocalEngine(), tmp_path / "here.h5")
     spread = run_to_file(plan, WorkerEngine(Workers("workers"), [plan], two), tmp_path / "spread.h5")
     assert set(differing(alone, spread)) <= set(PREFILLS)
     assert (pk.read_trace(spread).arrays["held_share"] < 1).all()
@@ -81,7 +81,7 @@ def test_configurations_are_shared_out_and_joined_again(
     spread = run_to_file(plan, engine, tmp_path / "spread.h5")
     held = run_in_memory(plan, engine)
     assert differing(held, spread) == []
-    alone = run_in_memory(plan, Here())
+    alone = run_in_memory(plan, LocalEngine())
     for name, array in alone.arrays.items():
         if "bytes" not in name and "floor" not in name and name not in KEPT:
             assert_close_where_rounded(held.arrays[name], array, name)
@@ -93,7 +93,7 @@ def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
     model: Adapter, data: Path, two: Scheduler, mischief: Mischief, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = plan_of(model, data, pk.grid(24, policy=mischief.policy, window=8))
-    alone = run_in_memory(plan, Here())
+    alone = run_in_memory(plan, LocalEngine())
     for tokens, harm in ((120, "kill once"), (180, "kill"), (210, "hang once")):
         mischief.on(tokens, harm)
     engine = WorkerEngine(Workers("workers", timeout_per_sample=4), [plan], two)

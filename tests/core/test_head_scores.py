@@ -69,7 +69,7 @@ def test_only_prompts_that_were_answered_right_count(monkeypatch: pytest.MonkeyP
         answer_heads.head_scores(adapter, asked)
     verdicts = iter([True, False, True])
     seen: list[str] = []
-    monkeypatch.setattr(answer_heads, "right", lambda text, answers: seen.append(text) or next(verdicts))
+    monkeypatch.setattr(answer_heads, "is_right", lambda text, answers: seen.append(text) or next(verdicts))
     found = answer_heads.head_scores(adapter, asked)
     assert (found.right, seen) == (2, texts)
     np.testing.assert_allclose(found.scores.numpy(), (alone[0] + alone[2]).numpy() / 2, rtol=1e-12)
@@ -81,14 +81,16 @@ def test_only_prompts_that_were_answered_right_count(monkeypatch: pytest.MonkeyP
 )
 def test_an_answer_is_right_where_more_than_half_of_its_words_agree(text: str, verdict: bool) -> None:
     """F1 of one word among k is 2 / (k + 1): 1, 0.67, and 0.5 of three, which is not more than a half."""
-    assert answer_heads.right(text, ("4711",)) is verdict
+    assert answer_heads.is_right(text, ("4711",)) is verdict
 
 
 def test_the_sentence_is_found_where_it_stands() -> None:
-    assert answer_heads.locate(Evidence(prompt(), SENTENCE), ByteTokenizer()) == range(5, 22)
-    assert answer_heads.locate(Evidence(prompt("(It is 4711 here.)"), SENTENCE), ByteTokenizer()) == range(1, 17)
+    assert answer_heads.locate_sentence(Evidence(prompt(), SENTENCE), ByteTokenizer()) == range(5, 22)
+    assert answer_heads.locate_sentence(Evidence(prompt("(It is 4711 here.)"), SENTENCE), ByteTokenizer()) == range(
+        1, 17
+    )
     with pytest.raises(DatasetError, match="to hold 'It is 4712 here.', got a prompt without"):
-        answer_heads.locate(Evidence(prompt(), "It is 4712 here."), ByteTokenizer())
+        answer_heads.locate_sentence(Evidence(prompt(), "It is 4712 here."), ByteTokenizer())
 
 
 def test_a_distractor_says_the_same_of_another_city() -> None:

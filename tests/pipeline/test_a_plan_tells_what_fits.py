@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import perturbkv as pk
-from perturbkv.api.inputs import planned
+from perturbkv.api.inputs import make_plan
 from perturbkv.configs.resources import Resources, parse_size
 from perturbkv.configs.run import Settings
 from perturbkv.pipeline.run import footprint
@@ -24,7 +24,7 @@ PROMPTS = [pk.Prompt(f"p{seed}", token_ids(300 + 40 * seed, seed=seed), 0) for s
 @pytest.fixture(scope="module")
 def whole() -> Plan:
     settings = Settings(save=("outputs",))
-    return planned(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, 2**30), kept=True)
+    return make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, 2**30), kept=True)
 
 
 def test_a_trace_and_its_journal_are_as_large_as_was_told(
@@ -52,7 +52,7 @@ def test_a_trace_and_its_journal_are_as_large_as_was_told(
 def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) -> None:
     found = footprint.footprint(whole)
     free = int(found.disk * share)
-    said = footprint.advice(whole, free, found.memory)
+    said = footprint.suggest_options(whole, free, found.memory)
     others = {
         "--no-kept": replace(whole, kept=False),
         "--no-text": replace(whole, text=False),
@@ -64,18 +64,18 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
     for count, fits in ((samples, True), (samples + 1, False)):
         part = replace(whole, prompts=whole.prompts[:count])
         assert (footprint.footprint(part).disk <= free) == fits
-    assert footprint.advice(whole, found.disk, found.memory) == []
+    assert footprint.suggest_options(whole, found.disk, found.memory) == []
 
 
 def test_what_is_advised_for_memory_makes_it_fit() -> None:
-    whole = planned(tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), kept=True)
+    whole = make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), kept=True)
     needed = footprint.memory_bytes(whole)
     assert len(whole.batches.indices) == 1, "all at once, unless a bound is given"
-    (size, dtype) = footprint.advice(whole, 2**60, needed - 1)
+    (size, dtype) = footprint.suggest_options(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
     bound = parse_size("--max-memory", size.split()[1])
-    less = planned(
+    less = make_plan(
         tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, bound), kept=True
     )  # fmt: skip
     assert footprint.memory_bytes(less) < needed
-    assert footprint.advice(whole, 2**60, 0) == [], "nothing makes it fit into nothing"
+    assert footprint.suggest_options(whole, 2**60, 0) == [], "nothing makes it fit into nothing"

@@ -16,11 +16,11 @@ from perturbkv.configs.resources import Resources, Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.pipeline.answers.generation import check_asked
+from perturbkv.pipeline.answers.generation import check_answer_options
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.variants import sparse_prefill as owned
-from perturbkv.pipeline.variants.sparse_prefill import own_prefill
+from perturbkv.pipeline.variants.sparse_prefill import run_sparse_prefill
 from perturbkv.selection import compatibility, grid
 from perturbkv.selection import sparse_lines as chosen_lines
 from perturbkv.selection.grid import configuration
@@ -56,12 +56,12 @@ def test_a_covering_budget_is_the_full_run_bit_for_bit() -> None:
     assert found["prefill_seconds"][3] > 0 and (found["held_bytes"] == found["full_bytes"]).all()
 
 
-def read(config: ResolvedConfig, **more: Any) -> owned.OwnPrefill:
+def read(config: ResolvedConfig, **more: Any) -> owned.SparsePrefill:
     adapter = exact_adapter("llama", *HEADS["GQA"])
-    return own_prefill(adapter, IDS, config, "s", Resources(**more), FiniteCheck())
+    return run_sparse_prefill(adapter, IDS, config, "s", Resources(**more), FiniteCheck())
 
 
-def cached(found: owned.OwnPrefill) -> list[torch.Tensor]:
+def cached(found: owned.SparsePrefill) -> list[torch.Tensor]:
     return [torch.cat(row.rectangle) for row in found.rows if row.rectangle is not None]
 
 
@@ -232,9 +232,9 @@ def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said:
 
 def test_what_forgets_searches_or_swaps_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy 'vertical-slash' evicts nothing, so that nothing is compressed"):
-        check_asked([lined()], 5, 30)
+        check_answer_options([lined()], 5, 30)
     with pytest.raises(ConfigError, match="got policy vertical-slash, which evicts nothing"):
-        searching.check([lined()], searching.Searches())
+        searching.check([lined()], searching.SearchSettings())
     with pytest.raises(ConfigError, match="so that there are kept sets to swap; policy 'vertical-slash' does not"):
         check_sides(lined(), lined("two-stage"))
 

@@ -17,7 +17,7 @@ from perturbkv.errors import DatasetError, PluginError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import prefill as reading
-from perturbkv.pipeline.sample.replay import passes
+from perturbkv.pipeline.sample.replay import replay_passes
 from perturbkv.schema import VARIABLES
 from perturbkv.scoring import replay_view
 from perturbkv.scoring.compute import compute_replay
@@ -46,19 +46,19 @@ class Chatting(ByteTokenizer):
 
 def test_passes_ask_in_the_released_words_and_remind_of_eight_tokens() -> None:
     context = list(token_ids(23, seed=1))
-    made = list(passes(ByteTokenizer(), context, Replay(chunk=10, wording="released", sinks=4)))
+    made = list(replay_passes(ByteTokenizer(), context, Replay(chunk=10, wording="released", sinks=4)))
     assert [part for part, _ in made] == [slice(0, 10), slice(10, 20), slice(20, 23)]
     later = b"\n\nRepeat the part of the previous context exactly, starting with "
     assert made[0][1] == [*b"\n\nRepeat the previous context exactly.", *b"\n", *context[:10]]
     assert made[1][1] == [*later, *context[2:10], *b"\n", *context[10:20]]
     assert made[2][1] == [*later, *context[12:20], *b"\n", *context[20:]]
-    worded = list(passes(Chatting(), context, Replay(chunk=10, wording="kvpress", sinks=4)))
+    worded = list(replay_passes(Chatting(), context, Replay(chunk=10, wording="kvpress", sinks=4)))
     assert worded[1][1] == [*later[:-1], *context[2:10], *b"</user><model>", *context[10:20]]
 
 
 def test_a_part_shorter_than_eight_tokens_reminds_of_itself_alone() -> None:
     context = list(range(7))
-    made = list(passes(ByteTokenizer(), context, Replay(chunk=3, wording="released", sinks=4)))
+    made = list(replay_passes(ByteTokenizer(), context, Replay(chunk=3, wording="released", sinks=4)))
     assert made[2][1][-5:] == [3, 4, 5, 10, 6]
 
 
@@ -72,7 +72,7 @@ def test_scores_of_a_replay(family: str, heads: str, policy: str) -> None:
     context = list(PROMPT.token_ids)
     read = prefill(adapter, context, [chosen], Resources(), "s").statistics.scored[asked(chosen)]
     how = Replay(CHUNK, "released", SINKS)
-    wanted = [(range(LENGTH)[part], tokens) for part, tokens in passes(adapter.tokenizer, context, how)]
+    wanted = [(range(LENGTH)[part], tokens) for part, tokens in replay_passes(adapter.tokenizer, context, how)]
     decoder, seen = naive.replay(adapter.model, context, wanted)
     for layer, rows in enumerate(read):
         made = [naive.kvzip(decoder, one, layer, LENGTH, SINKS, policy == "kvzip-plus") for one in seen]

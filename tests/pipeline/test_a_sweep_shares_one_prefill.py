@@ -133,13 +133,13 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(
 def test_working_memory_of_a_byte_takes_configurations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
     calls: list[int] = []
-    original = layer.measure.isolated
+    original = layer.measure.isolated_quantities
 
     def counted(*given: Any) -> Any:
         calls.append(len(given[1].kept))
         return original(*given)
 
-    monkeypatch.setattr(layer.measure, "isolated", counted)
+    monkeypatch.setattr(layer.measure, "isolated_quantities", counted)
     whole = trace_sample(adapter, PROMPT, run(configs)).arrays
     assert max(calls) > 4
     calls.clear()
@@ -219,10 +219,12 @@ def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.Mon
     configs = tuple(config for config in sweep() if config.policy.name not in ("headkv", "pyramidkv", "random"))
     modes = {name: Waiting() for name in ("measure_layer", "evict", "decode", "measure")}
     monkeypatch.setattr(one_sample, "measure_layer", under(modes["measure_layer"], one_sample.measure_layer))
-    monkeypatch.setattr(one_sample._Decoding, "_evict", under(modes["evict"], one_sample._Decoding._evict))
+    monkeypatch.setattr(one_sample._BatchDecoder, "_evict", under(modes["evict"], one_sample._BatchDecoder._evict))
     monkeypatch.setattr(one_sample, "decode_evicted", under(modes["decode"], one_sample.decode_evicted))
     monkeypatch.setattr(sample_run, "decode_full", under(modes["decode"], sample_run.decode_full))
-    monkeypatch.setattr(one_sample._Decoding, "_measure", under(modes["measure"], one_sample._Decoding._measure))
+    monkeypatch.setattr(
+        one_sample._BatchDecoder, "_measure", under(modes["measure"], one_sample._BatchDecoder._measure)
+    )
     columns = entries._nonzero
 
     def of_known_length(mask: torch.Tensor, count: int) -> Any:

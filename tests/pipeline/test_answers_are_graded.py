@@ -15,7 +15,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.answered import row
+from perturbkv.pipeline.answers.answer_rows import answer_row
 from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.trace import Trace
@@ -76,7 +76,7 @@ def test_every_answer_gets_the_metrics_score_without_special_tokens(scenario: st
 def test_a_traces_answers_and_scores_are_those_of_generate(scenario: str) -> None:
     prompt = replace(PROMPT, answers=("red green two",))
     made = answer(speaking(), prompt, CONFIGS, 8, scenario=scenario)
-    shown = row(prompt, made, ["first", "second"], said, metrics_of([prompt]))
+    shown = answer_row(prompt, made, ["first", "second"], said, metrics_of([prompt]))
     arrays = graded(prompt, scenario)
     stored = [[int(token) for token in row if token >= 0] for row in arrays["generated"]]
     assert stored == made.evicted == [one["tokens"] for one in shown["evicted"].values()]

@@ -15,7 +15,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape, plan_batches
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.run.plan import passing
+from perturbkv.pipeline.run.plan import is_single_pass
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import ResolvedRun
@@ -104,10 +104,10 @@ def test_caches_that_are_read_again_or_hold_what_the_full_one_does_not_are_held(
     streaming = configuration(18, policy="streaming-llm", selection="position", window=6)
     inside = replace(streaming, policy=parse("streaming-llm(positions=in-cache)"))
     few = replace(CONFIGS[0], precision=parse("quantise(bits=2)"))
-    assert passing(ResolvedRun.from_run(run()))
-    assert passing(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
+    assert is_single_pass(ResolvedRun.from_run(run()))
+    assert is_single_pass(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
     assert not any(
-        passing(ResolvedRun.from_run(each))
+        is_single_pass(ResolvedRun.from_run(each))
         for each in (run(steps=2), run(generate=3), run((*CONFIGS, inside)), run((few,)))
     )
 

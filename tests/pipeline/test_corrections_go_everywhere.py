@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.cache.compact import CompactLayer
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.cache.stand_in import StandIn, stand_in
+from perturbkv.cache.stand_in import StandIn, make_stand_in
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import complete_choice
@@ -53,7 +53,7 @@ class World:
     def stand_in(self, correction: str) -> StandIn:
         choice = parse(correction)
         whole = complete_choice(choice, "correction", CORRECTION_OPTIONS[choice.name])
-        return stand_in(whole, self.query, self.keys, self.values, self.gone, SCALE)
+        return make_stand_in(whole, self.query, self.keys, self.values, self.gone, SCALE)
 
     def full(self, query: Tensor) -> Tensor:
         return theory.attention_output(query, self.keys, self.values, SCALE)
@@ -121,7 +121,7 @@ def test_linear_is_the_tangent_of_the_true_mass_at_the_mean_query(world: World) 
 def test_rows_take_along_what_stands_in_for_them(world: World) -> None:
     layer = world.layer({0: world.stand_in("corrected"), 2: world.stand_in("corrected-oracle")})
     before = world.decoded(layer, world.other)
-    layer.only([2, 1])
+    layer.keep_rows([2, 1])
     assert torch.equal(world.decoded(layer, world.other), before[[2, 1]])
 
 
@@ -162,7 +162,7 @@ def test_a_run_s_corrections_are_those_of_the_naive_decoder() -> None:
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = PLANTED[mistake]
-    monkeypatch.setattr(correcting, "stand_in", lambda asked, *given: stand_in(asked, *wrong(asked, *given)))
+    monkeypatch.setattr(correcting, "make_stand_in", lambda asked, *given: make_stand_in(asked, *wrong(asked, *given)))
     assert off() > 1e-3
 
 

@@ -38,7 +38,7 @@ def kl(full: np.ndarray, evicted: np.ndarray) -> float:
     return sum(math.exp(first) * (first - second) for first, second in pairs)
 
 
-def follow(naive: Naive, tokens: list[int]) -> list[np.ndarray]:
+def teacher_force(naive: Naive, tokens: list[int]) -> list[np.ndarray]:
     """The naive run's logits after each token of a given text, compressed where it holds too much."""
     for token in PROMPT.token_ids:
         naive._step(token)
@@ -71,7 +71,7 @@ def test_every_step_is_that_of_a_naive_run_that_is_compressed_alike(naive: type[
     made = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT, divergence=True)
     found = made.divergence
     assert found is not None
-    full, evicted = plain(adapter, made.full), follow(naive(adapter, chosen), made.full)
+    full, evicted = plain(adapter, made.full), teacher_force(naive(adapter, chosen), made.full)
     expected = [kl(first, second) for first, second in zip(full, evicted, strict=True)]
     np.testing.assert_allclose(found.kl[0].numpy(), expected, rtol=1e-6, atol=1e-12)
     same = [int(np.argmax(first) == np.argmax(second)) for first, second in zip(full, evicted, strict=True)]
@@ -96,7 +96,7 @@ def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.Mo
     adapter = exact_adapter("llama", 4, 2, seed=1)
     configs = (config("snapkv"), config("random"), config("streaming-llm(positions=in-cache)", selection="position"))
     at_once = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
-    monkeypatch.setattr(teacher_forcing, "_TOGETHER", 1)
+    monkeypatch.setattr(teacher_forcing, "_TOKENS_PER_PASS", 1)
     single = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
     assert at_once is not None
     assert single is not None

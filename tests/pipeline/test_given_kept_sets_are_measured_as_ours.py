@@ -139,11 +139,11 @@ def test_all_of_the_prompt_given_evicts_nothing() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     adapter = tiny_adapter()
-    fitting = drawn(adapter, LENGTH, (0.5, 0.5))
+    fitting_configs = drawn(adapter, LENGTH, (0.5, 0.5))
     for masks, got in (
-        (fitting[:1], r"\(2, 36\) of 1$"),
-        ([fitting[0], fitting[1][:1]], r"\(1, 36\) of 2$"),
-        ([mask[:, 1:] for mask in fitting], r"\(2, 35\) of 2$"),
+        (fitting_configs[:1], r"\(2, 36\) of 1$"),
+        ([fitting_configs[0], fitting_configs[1][:1]], r"\(1, 36\) of 2$"),
+        ([mask[:, 1:] for mask in fitting_configs], r"\(2, 35\) of 2$"),
     ):
         with pytest.raises(
             ConfigError, match=rf"expected kept sets \(kv_head, key\) \(2, 36\) of 2 layers .*, got {got}"

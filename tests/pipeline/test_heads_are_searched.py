@@ -16,7 +16,7 @@ from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.chain import with_known_query, with_references, without_pooling
 from perturbkv.pipeline.run import searching
-from perturbkv.pipeline.run.searching import Searches, head_views
+from perturbkv.pipeline.run.searching import SearchSettings, head_views
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.selection.resolved_config import ResolvedRun
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
@@ -125,18 +125,18 @@ def test_what_all_methods_protect_is_kept_by_the_best_set_too() -> None:
 )
 def test_sets_that_cannot_be_compared_are_refused(config: EvictionConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        searching.check([config], Searches())
+        searching.check([config], SearchSettings())
 
 
 def test_searches_that_cannot_be_are_refused() -> None:
     for wrong in ({"heads": 0, "proven": 0}, {"heads": -1}, {"seconds": 0.0}, {"seconds": float("nan")}):
         with pytest.raises(ConfigError):
-            Searches(**wrong)
+            SearchSettings(**wrong)
     with pytest.raises(BudgetError, match="window < budget < tokens"):
-        Searches(prefix=16)
+        SearchSettings(prefix=16)
     with pytest.raises(ConfigError, match="one window"):
-        searching.check([EvictionConfig(14, window=5), EvictionConfig(14, window=4)], Searches())
+        searching.check([EvictionConfig(14, window=5), EvictionConfig(14, window=4)], SearchSettings())
     ends = [EvictionConfig(64, window=5, protect_first=20)]
     with pytest.raises(BudgetError, match="proven=0"):
-        searching.check(ends, Searches())
-    searching.check(ends, Searches(proven=0))
+        searching.check(ends, SearchSettings())
+    searching.check(ends, SearchSettings(proven=0))

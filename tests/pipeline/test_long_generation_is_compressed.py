@@ -203,14 +203,14 @@ def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dic
 
 def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[list[float]] = []
-    original = generation._next
+    original = generation._next_tokens
 
     def watched(adapter, cache, ids, check):  # type: ignore[no-untyped-def]
         following = original(adapter, cache, ids, check)
         held.append([mean_entries(cache, row) for row in range(cache.layers[0].batch)])
         return following
 
-    monkeypatch.setattr(generation, "_next", watched)
+    monkeypatch.setattr(generation, "_next_tokens", watched)
     by_score = tuple(config(policy) for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"))
     configs = (*by_score, config("streaming-llm", selection="position"))
     adapter = tiny_adapter()

@@ -16,7 +16,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.pipeline.answers.generation import check_asked
+from perturbkv.pipeline.answers.generation import check_answer_options
 from perturbkv.pipeline.run import searching
 from perturbkv.selection import page_selection
 from perturbkv.selection.grid import configuration
@@ -291,7 +291,7 @@ def test_a_budget_that_buys_no_page_is_refused() -> None:
 
 def test_pages_and_what_forgets_or_searches_go_not_together() -> None:
     with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is compressed: leave"):
-        check_asked([config(budget=17)], 5, 30)
-    check_asked([config("hindsight")], 5, None)
+        check_answer_options([config(budget=17)], 5, 30)
+    check_answer_options([config("hindsight")], 5, None)
     with pytest.raises(ConfigError, match="got policy quest, which evicts nothing"):
-        searching.check([config(page=1)], searching.Searches())
+        searching.check([config(page=1)], searching.SearchSettings())

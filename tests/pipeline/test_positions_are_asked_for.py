@@ -46,7 +46,7 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
     for kind in ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional"):
         config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
         entries.check_positions(every((KEPT, SNAPKV)), config, "m")
-        if kind in entries.COMPOSING:
+        if kind in entries.COMPOSING_ROPE_TYPES:
             entries.check_positions(every((INSIDE,)), config, "m")
         else:
             with pytest.raises(ModelError, match=kind):

@@ -193,7 +193,7 @@ def test_a_cache_says_where_the_next_tokens_of_each_row_stand() -> None:
     assert found is not None
     assert found.tolist() == [[LENGTH, LENGTH + 1], [LENGTH, LENGTH + 1], [12, 13]]
     assert CompactCache(cache.layers).positions(2, torch.device("cpu")) is None
-    assert cache.behind == [0, 0, LENGTH - 12]
+    assert cache.position_offsets == [0, 0, LENGTH - 12]
 
 
 def test_entries_that_rows_share_are_pooled_once() -> None:

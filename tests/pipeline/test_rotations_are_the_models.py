@@ -75,7 +75,7 @@ def test_scores_are_shown_the_queries_that_the_projection_gave(kind: str, monkey
         "perturbkv.scoring.scores.expected_attention.ExpectedAttention.score",
         lambda score, layer: shown.append(layer.unrotated) or torch.zeros(4, 35, dtype=torch.float64),
     )
-    with capture(adapter, Observer(entering=lambda layer, hidden: heard.append(hidden[0]))):
+    with capture(adapter, Observer(attention_input=lambda layer, hidden: heard.append(hidden[0]))):
         prefill(adapter, ids, [configuration(12, policy="expected-attention", window=5)], Resources(), "s")
     attention, hidden = adapter.attentions[0], heard[0].clone()
     rows = attention.qkv_proj(hidden)[..., :32] if hasattr(attention, "qkv_proj") else attention.q_proj(hidden)
@@ -102,9 +102,9 @@ def test_replays_and_audits_stay_on_one_side_of_a_change_of_rotations() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
     asked = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
     adapter = tiny_adapter("phi3", rope_parameters=asked, original_max_position_embeddings=32)
-    replay.check_fits(adapter, 40, 20, "s")
+    replay.check_positions_left(adapter, 40, 20, "s")
     with pytest.raises(ModelError, match=r"sample 's' is read to 30 tokens and goes on to 50, .*LongRoPE"):
-        replay.check_fits(adapter, 30, 20, "s")
+        replay.check_positions_left(adapter, 30, 20, "s")
     audited = Prompt("s", token_ids(32), 0)
     with pytest.raises(ModelError, match=r"sample 's' is read to 32 tokens and goes on to 34, .*LongRoPE"):
         audit._check_length(adapter, audited, 2)

@@ -170,14 +170,14 @@ def test_rows_that_ended_are_decoded_no_longer_than_half_of_them_go_on(monkeypat
     configs = tuple(config("random", 8 + 2 * place) for place in range(7))
     context, _ = PROMPT.parts("regular")
     decoded: list[int] = []
-    original = generation._next
+    original = generation._next_tokens
 
     def watched(adapter: Adapter, cache: CompactCache, ids: torch.Tensor, *more: object) -> torch.Tensor:
         assert ids.shape[0] == cache.layers[0].batch
         decoded.append(ids.shape[0])
         return original(adapter, cache, ids, *more)
 
-    monkeypatch.setattr(generation, "_next", watched)
+    monkeypatch.setattr(generation, "_next_tokens", watched)
 
     def rows(ends: set[int]) -> list[list[int]]:
         decoded.clear()

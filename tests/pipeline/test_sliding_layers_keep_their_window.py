@@ -9,7 +9,7 @@ import torch
 
 from perturbkv.auditing import loss
 from perturbkv.cache import ragged
-from perturbkv.cache.compact import CompactCache, CompactLayer, beside, full_cache, windows
+from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, sliding_windows
 from perturbkv.cache.entries import borrow
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -51,7 +51,7 @@ def compact(adapter: Adapter, positions: Sequence[Sequence[Positions | None]]) -
         keys, values = adapter.cache_layer(cache, place).keys[0], adapter.cache_layer(cache, place).values[0]
         entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
         layers.append(CompactLayer(entries, adapter.heads, N))
-    return CompactCache(beside(adapter, layers, windows(adapter, cache)))
+    return CompactCache(join_layers(adapter, layers, sliding_windows(adapter, cache)))
 
 
 def decode(adapter: Adapter, cache: CompactCache, chunks: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
@@ -125,12 +125,12 @@ def test_a_cache_that_is_shared_forgotten_and_cut_goes_on_as_a_new_one() -> None
     adapter = tiny_adapter("gemma3_text")
     positions = [[None, kept_positions((9, 4, 9, 2), layer), kept_positions((7,) * 4, layer)] for layer in (0, 1)]
     whole, tokens = compact(adapter, positions), [[token] for token in token_ids(14, seed=3)]
-    other = whole.fresh()
+    other = whole.fork()
     expected = decode(adapter, whole, tokens, 3)
     assert torch.equal(decode(adapter, other, tokens, 3), expected)
     whole.forget(after=5)
     assert whole.get_seq_length() == N + 5
-    whole.only([2, 0])
+    whole.keep_rows([2, 0])
     assert far(decode(adapter, whole, tokens[5:], 2), expected[[2, 0], 5:]) < 1e-5
 
 

@@ -16,7 +16,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import one_sample
-from perturbkv.pipeline.sample.decoding import steps_of_text
+from perturbkv.pipeline.sample.decoding import count_text_steps
 from perturbkv.schema import VARIABLES
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace import export
@@ -106,7 +106,7 @@ def test_evicted_runs_decode_the_measured_steps_alone(monkeypatch: pytest.Monkey
 def test_one_step_waits_for_nothing_and_several_once() -> None:
     for steps, waits in ((1, 0), (5, 1)):
         with Waiting() as mode:
-            assert steps_of_text(torch.arange(steps), {3}) == min(steps, 3)
+            assert count_text_steps(torch.arange(steps), {3}) == min(steps, 3)
         assert len(mode.seen) <= waits
 
 

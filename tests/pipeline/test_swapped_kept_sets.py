@@ -49,7 +49,7 @@ class Case:
         self.adapter, self.scenario = adapter_of(), scenario
         configs = sides(granularity, policy)
         run = RunConfig("m", "d", configs, samples=1, steps=STEPS, scenario=scenario)
-        self.trace = Trace.of(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
+        self.trace = Trace.from_samples(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
         self.sample = MixtureSample(self.adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
         self.ends = [Mixture.of_layers(LAYERS, self.sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
 

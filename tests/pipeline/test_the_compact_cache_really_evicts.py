@@ -243,7 +243,7 @@ def test_rows_that_stay_go_on_as_if_the_others_were_there(
     cache, _ = mixed_cache(adapter, full_cache(adapter))
     expected = decode(adapter, whole, tokens, 4)
     decode(adapter, cache, tokens[:3], 4)
-    cache.only(rows)
+    cache.keep_rows(rows)
     found = decode(adapter, cache, tokens[3:], len(rows))
     assert far(found, expected[rows, 3:]) < 1e-5
     for layer in cache.layers:
@@ -251,12 +251,12 @@ def test_rows_that_stay_go_on_as_if_the_others_were_there(
             sorted(length + 14 for length in counts[row] or [N] * adapter.kv_heads) for row in rows
         ]
         assert layer.kept_entries == sum(sum(counts[row] or [N] * adapter.kv_heads) for row in rows)
-        assert sorted(layer.borrowed) == [place for place, row in enumerate(rows) if row in (0, 2)]
+        assert sorted(layer.borrowed_rows) == [place for place, row in enumerate(rows) if row in (0, 2)]
 
 
 def test_rows_keep_their_own_positions_when_others_leave() -> None:
     cache = CompactCache(mixed_cache(tiny_adapter(), full_cache(tiny_adapter()))[0].layers, [0, 7, 0, 2])
-    cache.only([1, 3])
+    cache.keep_rows([1, 3])
     assert cache.positions(2, torch.device("cpu")).tolist() == [[N - 7, N - 6], [N - 2, N - 1]]
 
 

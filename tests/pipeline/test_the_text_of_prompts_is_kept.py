@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv.engines import choosing
-from perturbkv.pipeline.sample.layer import ENTRIES, largest_lost, ordered_lost
+from perturbkv.pipeline.sample.layer import LOST_ENTRIES, largest_evicted_outputs, rank_outputs
 from perturbkv.schema import TEXT
 from perturbkv.storage.trace.trace_file import describe
 from tests.support.models import tiny_adapter
@@ -59,7 +58,7 @@ def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
     model, path = tiny_adapter(), tmp_path / "t.h5"
     pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)
     caplog.set_level(logging.INFO, "perturbkv")
-    monkeypatch.setattr(choosing, "trace", None)  # nothing is measured any more
+    monkeypatch.setattr(engine_choice, "trace", None)  # nothing is measured any more
     held = pk.measure(model, prompts(model), CONFIGS, path=path, progress=False)
     assert held.arrays["prompt_text"].tolist() == [f"{place} {SAID}\n\nWho?" for place in range(2)]
     assert "the text of 2 samples that were measured without it is added; --no-text" in caplog.text
@@ -82,9 +81,11 @@ def test_samples_that_are_added_and_those_that_are_there_have_the_text_alike(tmp
 def test_of_equal_losses_the_earlier_position_comes_first_and_missing_ones_are_marked() -> None:
     attention = torch.tensor([[0.2, 0.1, 0.2, 0.1, 0.4]], dtype=torch.float64)
     norms = torch.tensor([[1.0, 2.0, 1.0, 8.0, 1.0]])
-    found = largest_lost(ordered_lost(attention, norms, 4), torch.tensor([[[False, False, False, True]], [[True] * 4]]))
-    missing = [-1] * (ENTRIES - 3)
-    assert found["lost_position"].tolist() == [[[0, 1, 2, *missing]], [[-1] * ENTRIES]]
+    found = largest_evicted_outputs(
+        rank_outputs(attention, norms, 4), torch.tensor([[[False, False, False, True]], [[True] * 4]])
+    )
+    missing = [-1] * (LOST_ENTRIES - 3)
+    assert found["lost_position"].tolist() == [[[0, 1, 2, *missing]], [[-1] * LOST_ENTRIES]]
     np.testing.assert_allclose(found["lost_output"][0, 0, :3], [0.2, 0.2, 0.2])
     assert torch.isnan(found["lost_output"][0, 0, 3:]).all()
 
@@ -93,14 +94,14 @@ def test_largest_losses_are_found_however_many_configurations_go_at_once() -> No
     generator = torch.Generator().manual_seed(0)
     attention = torch.rand((3, 41), generator=generator, dtype=torch.float64)
     norms, kept = torch.rand((3, 41), generator=generator), torch.rand((5, 3, 40), generator=generator) < 0.6
-    found = largest_lost(ordered_lost(attention, norms, 40), kept)
+    found = largest_evicted_outputs(rank_outputs(attention, norms, 40), kept)
     for config in range(5):
-        alone = largest_lost(ordered_lost(attention, norms, 40), kept[config : config + 1])
+        alone = largest_evicted_outputs(rank_outputs(attention, norms, 40), kept[config : config + 1])
         for head in range(3):
             lost = [
                 (-float(attention[head, i] * norms[head, i].double()), i)
                 for i in range(40)
                 if not kept[config, head, i]
             ]
-            assert found["lost_position"][config, head].tolist() == [i for _, i in sorted(lost)][:ENTRIES]
+            assert found["lost_position"][config, head].tolist() == [i for _, i in sorted(lost)][:LOST_ENTRIES]
             assert torch.equal(alone["lost_position"][0], found["lost_position"][config])

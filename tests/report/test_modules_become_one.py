@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.reporting.html import ModuleError, check_inline, joined
+from perturbkv.reporting.html import ModuleError, bundle, check_inline
 from tests.support.modules import SOURCES, of
 
 PAGE = Path(__file__).resolve().parents[2] / "perturbkv" / "reporting" / "page"
@@ -58,6 +58,6 @@ def test_an_entry_that_is_not_there_is_refused() -> None:
 
 
 def test_our_own_modules_join() -> None:
-    text = joined(lambda name: (PAGE / name).read_text())
+    text = bundle(lambda name: (PAGE / name).read_text())
     assert check_inline("all", text) == text
     assert text.startswith("// ")

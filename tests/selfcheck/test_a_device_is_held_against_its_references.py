@@ -16,7 +16,7 @@ from perturbkv.models import aliases
 from perturbkv.selfcheck import checks as kernel
 from perturbkv.selfcheck import checks as placement
 from perturbkv.selfcheck import equality
-from perturbkv.selfcheck.checks import Check, tried
+from perturbkv.selfcheck.checks import Check, run_check
 from tests.support.varlen import varlen
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def kernel_loop(value: Tensor, w_o: Tensor) -> Tensor:
 
 def test_a_device_that_cannot_run_the_kernel_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    (check,) = tried("Triton norms", "rule", lambda: kernel.check_kernel(CPU))
+    (check,) = run_check("Triton norms", "rule", lambda: kernel.check_kernel(CPU))
     assert not check.equal
     assert "TRITON_INTERPRET=1" in check.reason
 
@@ -105,7 +105,7 @@ def test_a_check_that_fails_lets_the_others_go_on() -> None:
         msg = "expected a GPU,\n got none"
         raise ConfigError(msg)
 
-    (check,) = tried("it", "rule", fail)
+    (check,) = run_check("it", "rule", fail)
     assert (check.name, check.equal, check.reason) == ("it", False, "expected a GPU, got none")
 
 

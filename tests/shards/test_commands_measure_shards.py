@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from perturbkv.cli.planned_run import typed
+from perturbkv.cli.planned_run import shard_command
 from perturbkv.configs.run import Shard
-from perturbkv.engines import choosing
+from perturbkv.engines import engine_choice
 from perturbkv.pipeline.run import running, sharding
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.shards import find_shards
@@ -40,13 +40,13 @@ def test_the_same_command_without_a_shard_measures_the_rest_alone(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    measure = choosing.Here.measure
+    measure = engine_choice.LocalEngine.measure
 
     def noted(self: Any, planned: Any, missing: Any, finished: Any) -> None:
         asked.append(list(missing))
         measure(self, planned, missing, finished)
 
-    monkeypatch.setattr(choosing.Here, "measure", noted)
+    monkeypatch.setattr(engine_choice.LocalEngine, "measure", noted)
     ran = perturbkv("trace", *tiny, "-o", "t.h5", "--shard", "1/2")
     assert "shard 1/2 is done: 1 sample; 1 of 2 shards are there; perturbkv merge t.h5 joins" in " ".join(
         ran.out.split()
@@ -110,12 +110,12 @@ def test_a_dry_run_tells_the_share_and_leaves_nothing(perturbkv: Run, tiny: list
 
 def test_a_command_line_is_told_with_another_shard_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (["trace", "--shard", "3/16", "-o", "a b.h5"], ["trace", "--shard=3/16", "-o", "a b.h5"]):
-        command = typed(words)
+        command = shard_command(words)
         assert command.for_shard(Shard(1, 16)) == "perturbkv trace --shard 1/16 -o 'a b.h5'"
         assert command.without_shard() == "perturbkv trace -o 'a b.h5'"
 
 
-class OneAfterTheOther(choosing.Here):
+class OneAfterTheOther(engine_choice.LocalEngine):
     """Two threads play processes, which a model's hooks do not allow."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ def test_of_shards_that_end_at_once_one_joins_them(
     options = RunOptions(model=str(tiny[1]), dataset=str(tiny[3]), samples=2, budget=["24"], window=8)
     planned = plan(options, options.configs(["attention", "two-stage"]))
     engine, path, ended = OneAfterTheOther(), Path("t.h5").resolve(), threading.Barrier(2, timeout=60)
-    joined, made = sharding._joined, dict[int, Any]()
+    joined, made = sharding._join_if_complete, dict[int, Any]()
 
     def both_done(*asked: Any) -> bool:
         ended.wait()
@@ -150,7 +150,7 @@ def test_of_shards_that_end_at_once_one_joins_them(
             made[number] = error
             ended.abort()
 
-    monkeypatch.setattr(sharding, "_joined", both_done)
+    monkeypatch.setattr(sharding, "_join_if_complete", both_done)
     threads = [threading.Thread(target=measure, args=(number,)) for number in (1, 2)]
     for thread in threads:
         thread.start()

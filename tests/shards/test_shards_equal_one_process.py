@@ -56,8 +56,8 @@ _SETTINGS = pk.Settings()
 @pytest.fixture
 def a_still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills that are timed take no time."""
-    timed = sparse_prefill._timed
-    monkeypatch.setattr(sparse_prefill, "_timed", lambda *asked: (0.0, timed(*asked)[1]))
+    timed = sparse_prefill._time_prefill
+    monkeypatch.setattr(sparse_prefill, "_time_prefill", lambda *asked: (0.0, timed(*asked)[1]))
 
 
 def in_shards(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perturbkv.engines.scheduler import Gone, Work
-from perturbkv.engines.worker import Do, Models, Place, Reply, Task
+from perturbkv.engines.scheduler import Work, WorkerExit
+from perturbkv.engines.worker import Do, Models, Reply, Task, WorkerDevice
 
 
 @dataclass(frozen=True)
@@ -24,39 +24,39 @@ class FakeCrew:
     """Answers at once: `script` says what becomes of an item at its so-manieth attempt, by default that it is done."""
 
     count: int = 2
-    script: Callable[[Any, int], Reply | Gone] = lambda item, attempt: Reply(item)
-    begun: Callable[[int], Reply | Gone] = lambda place: Reply()
+    script: Callable[[Any, int], Reply | WorkerExit] = lambda item, attempt: Reply(item)
+    begun: Callable[[int], Reply | WorkerExit] = lambda place: Reply()
     attempts: dict[Any, int] = field(default_factory=dict)
     order: list[Any] = field(default_factory=list)
     hired: list[int] = field(default_factory=list)
     dismissed: list[int] = field(default_factory=list)
     prepared: list[int] = field(default_factory=list)
-    _answers: deque[tuple[int, Reply | Gone]] = field(default_factory=deque)
+    _answers: deque[tuple[int, Reply | WorkerExit]] = field(default_factory=deque)
 
     @property
-    def places(self) -> Sequence[Place]:
-        return [Place("cpu", 1)] * self.count
+    def devices(self) -> Sequence[WorkerDevice]:
+        return [WorkerDevice("cpu", 1)] * self.count
 
-    def hire(self, place: int) -> None:
-        self.hired.append(place)
-        self._answers.append((place, Reply()))
+    def hire(self, worker: int) -> None:
+        self.hired.append(worker)
+        self._answers.append((worker, Reply()))
 
-    def begin(self, place: int, task: Task) -> None:
-        self.prepared.append(place)
-        self._answers.append((place, self.begun(place)))
+    def begin(self, worker: int, task: Task) -> None:
+        self.prepared.append(worker)
+        self._answers.append((worker, self.begun(worker)))
 
-    def do(self, place: int, item: Any) -> None:
+    def do(self, worker: int, item: Any) -> None:
         self.order.append(item)
         self.attempts[item] = self.attempts.get(item, 0) + 1
         answer = self.script(item, self.attempts[item])
         if answer is not HANGING:
-            self._answers.append((place, answer))
+            self._answers.append((worker, answer))
 
-    def poll(self, seconds: float) -> list[tuple[int, Reply | Gone]]:
+    def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
         return [self._answers.popleft()] if self._answers else []
 
-    def dismiss(self, place: int) -> None:
-        self.dismissed.append(place)
+    def dismiss(self, worker: int) -> None:
+        self.dismissed.append(worker)
 
     def close(self) -> None:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perturbkv.reporting.html import joined
+from perturbkv.reporting.html import bundle
 
 SOURCES = {
     "main.js": (
@@ -29,4 +29,4 @@ def of(sources: Mapping[str, str]) -> str:
             raise FileNotFoundError(name)
         return sources[name]
 
-    return joined(read)
+    return bundle(read)

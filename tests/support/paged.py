@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.benchmark.report_pages import made_trace, sweep
+from perturbkv.benchmark.report_pages import sweep, synthetic_trace
 from perturbkv.trace import Trace
 
 
@@ -29,7 +29,7 @@ def paged(
     attention: bool = False,
 ) -> Trace:
     """A trace of this size; `kept`: with positions, else with their digests alone."""
-    made = made_trace(samples, layers, heads, tokens, configs=of or (), steps=steps, kept=kept, seed=seed)
+    made = synthetic_trace(samples, layers, heads, tokens, configs=of or (), steps=steps, kept=kept, seed=seed)
     if not attention:
         return made
     seen = np.random.default_rng(seed).lognormal(size=(samples, steps, layers, heads, tokens + 1))

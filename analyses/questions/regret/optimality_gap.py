@@ -24,7 +24,7 @@ from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, Statisti
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.optimum import chain
-from perturbkv.optimum.search import PREFIX, PROMPT, FoundSets
+from perturbkv.optimum.search import PREFIX, PROMPT, SearchResults
 
 _NEVER_BELOW = replace(RATIO, limits=(1, np.inf))
 """L over that of the best known set: never below 1."""
@@ -169,7 +169,7 @@ class SearchedPart(Record):
 
     Attributes:
         configs: the methods at this part's budget.
-        rows: per sample its heads, as `FoundSets` holds them.
+        rows: per sample its heads, as `SearchResults` holds them.
     """
 
     part: str = column("prompt or prefix")
@@ -233,7 +233,7 @@ class SearchedPart(Record):
         return method.decomposed and chain.without_pooling(method.config) != method.config
 
 
-def searched_parts(sets: FoundSets) -> tuple[SearchedPart, ...]:
+def searched_parts(sets: SearchResults) -> tuple[SearchedPart, ...]:
     """Return whole prompts by budget, then the prefixes, where heads were searched."""
     parts = [_part(sets, PROMPT, configs) for configs in _by_budget(sets.run.configs)]
     parts.append(_part(sets, PREFIX, _prefix_configs(sets)))
@@ -245,12 +245,12 @@ def _by_budget(configs: tuple[EvictionConfig, ...]) -> list[tuple[EvictionConfig
     return [tuple(config for config in configs if config.budget == budget) for budget in budgets]
 
 
-def _prefix_configs(sets: FoundSets) -> tuple[EvictionConfig, ...]:
-    budget, window = Budget(int(sets.asked["budget"])), int(sets.asked["window"])
+def _prefix_configs(sets: SearchResults) -> tuple[EvictionConfig, ...]:
+    budget, window = Budget(int(sets.settings["budget"])), int(sets.settings["window"])
     return tuple(replace(config, budget=budget, window=window) for config in _by_budget(sets.run.configs)[0])
 
 
-def _part(sets: FoundSets, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
+def _part(sets: SearchResults, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
     rows = tuple(
         tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
         for sample in sets.rows

@@ -14,7 +14,7 @@ from perturbkv.analyses.questions.regret.optimality_gap import OptimalityGap, Se
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import factor, sample_note, sentence
 from perturbkv.display import Part
-from perturbkv.optimum.search import PROMPT, FoundSets
+from perturbkv.optimum.search import PROMPT, SearchResults
 
 ANALYSIS = "regret"
 _RATIOS = ("sum_ratio", "median_ratio", "half")
@@ -143,13 +143,13 @@ class Regret(Result):
         return [table(f"{part.name}: by layer", lines, self.SHOWN, self.FIRST)] if chosen else []
 
 
-def regret_of(sets: FoundSets) -> Regret:
+def regret_of(sets: SearchResults) -> Regret:
     """Return the optimality gap of every method (METHOD: the quantities): isolated L1 over the best known set's."""
     return Regret(
         identity=run_identity(sets.run, sets.made_with, len(sets.rows), "sets", sets.digest),
         samples=tuple(str(row["sample"]) for row in sets.rows),
         parts=searched_parts(sets),
-        searches=SearchSettings(**sets.asked),
+        searches=SearchSettings(**sets.settings),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which heads look at the sentence that holds the answer while the model gives it? The scores headkv budgets by.
+"""Scores of heads by their attention to the sentence with the answer while the model answers, for headkv's budgets.
 
 Measured as HeadKV's released detection does (Fu et al., 2024, https://arxiv.org/abs/2410.19258, section 3.1; code:
 FYYFU/HeadKV, retrieval_head_detection_r2.py). The model answers greedily, at most as many tokens as the answer has, a
@@ -44,55 +44,55 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Mean score of every head over the prompts that were answered right, and how many those are."""
+class HeadScores:
+    """The mean score of every head over the prompts with a right answer, and the number of those prompts."""
 
     scores: Float[Tensor, "layer head"]
     right: int
 
 
 @memory.translate_allocation_errors()
-def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> Measured:
-    """Score every head.
+def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> HeadScores:
+    """Return the scores of every head.
 
     Raises DatasetError for a prompt without its sentence, and where no answer is right; ActivationError for NaN or Inf.
     """
-    found, prompts = [], 0
+    scored, prompts = [], 0
     for evidence in asked:
         prompts += 1
         scores, text = score_prompt(adapter, evidence)
-        if right(text, evidence.prompt.answers):
-            found.append(scores)
+        if is_right(text, evidence.prompt.answers):
+            scored.append(scores)
         finished()
-    if not found:
+    if not scored:
         msg = (
             f"expected a right answer to one of {prompts} prompts at least, got none, and head scores count right "
             "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
         )
         raise DatasetError(msg)
-    return Measured(torch.stack(found).mean(dim=0), len(found))
+    return HeadScores(torch.stack(scored).mean(dim=0), len(scored))
 
 
 @torch.inference_mode()
 def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
-    """Every head's score on one prompt, whatever is answered, and the answer. Raises DatasetError."""
-    place = locate(evidence, adapter.tokenizer)
-    most = len(_tokens(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
+    """Return every head's score on one prompt, and the answer, right or not. Raises DatasetError."""
+    span = locate_sentence(evidence, adapter.tokenizer)
+    most = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
     scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), place, adapter.sinks(layer))
-        scores[layer] += mass.cpu() / (len(place) * most)
+        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
+        scores[layer] += mass.cpu() / (len(span) * most)
 
-    check = FiniteCheck()
-    with capture(adapter, Observer(attention=observe, hidden=check)):
-        answer = _answer(adapter, evidence.prompt.token_ids, most, end_tokens(adapter))
-    check.raise_if_not(evidence.prompt.sample_id)
+    finite = FiniteCheck()
+    with capture(adapter, Observer(attention=observe, hidden=finite)):
+        answer = _generate_answer(adapter, evidence.prompt.token_ids, most, end_tokens(adapter))
+    finite.raise_if_not(evidence.prompt.sample_id)
     return scores, str(adapter.tokenizer.decode(answer, skip_special_tokens=True))
 
 
-def _answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
-    """The model's own greedy tokens: at most `most`, and none after an end or a new line, which is the last."""
+def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
+    """Return at most `most` greedy tokens of the model; an end token or a new line is the last."""
     cache, given, made = full_cache(adapter), list(prompt), list[int]()
     while len(made) < most:
         ids = torch.tensor([given], device=adapter.device)
@@ -108,29 +108,29 @@ def attention_inside(
     query: Float[Tensor, "head query d_head"],
     key: Float[Tensor, "kv_head key d_head"],
     scale: float,
-    place: range,
+    span: range,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Attention of the last queries on the entries at `place`, where they are among the |place| largest; mean."""
+    """Return the mean attention of the last queries to the entries of `span` that are among the |span| largest."""
     heads, queries, d_head = query.shape
     kv_heads, keys, _ = key.shape
-    found = []
+    masses = []
     of_groups = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
     for kv_head, group in enumerate(query.view(kv_heads, heads // kv_heads, queries, d_head)):
         rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, of_groups[kv_head])
-        largest = rows.topk(min(len(place), keys), dim=-1)
-        inside = (largest.indices >= place.start) & (largest.indices < place.stop)
-        found.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
-    return torch.cat(found)
+        largest = rows.topk(min(len(span), keys), dim=-1)
+        inside = (largest.indices >= span.start) & (largest.indices < span.stop)
+        masses.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
+    return torch.cat(masses)
 
 
-def right(text: str, answers: Sequence[str]) -> bool:
-    """Whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
-    return any(_f1(_words(text), _words(answer)) > 0.5 for answer in answers)
+def is_right(text: str, answers: Sequence[str]) -> bool:
+    """Return whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
+    return any(_word_f1(_words(text), _words(answer)) > 0.5 for answer in answers)
 
 
-def _f1(found: Counter[str], wanted: Counter[str]) -> float:
-    return 2 * (found & wanted).total() / max(1, found.total() + wanted.total())
+def _word_f1(words: Counter[str], wanted: Counter[str]) -> float:
+    return 2 * (words & wanted).total() / max(1, words.total() + wanted.total())
 
 
 def _words(text: str) -> Counter[str]:
@@ -138,11 +138,11 @@ def _words(text: str) -> Counter[str]:
     return Counter(word for word in bare if word not in ("a", "an", "the"))
 
 
-def locate(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
-    """Where the sentence's tokens stand in the prompt. Raises DatasetError where they do not, or there is no answer."""
+def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
+    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without them or an answer."""
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
-        ids = _tokens(text, tokenizer)
+        ids = _tokenize(text, tokenizer)
         for start in range(len(prompt.token_ids) - len(ids) + 1):
             if prompt.answers and list(prompt.token_ids[start : start + len(ids)]) == ids:
                 return range(start, start + len(ids))
@@ -153,5 +153,5 @@ def locate(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]
     raise DatasetError(msg)
 
 
-def _tokens(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
+def _tokenize(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

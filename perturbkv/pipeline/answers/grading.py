@@ -1,4 +1,4 @@
-"""What grades a prompt's answers, and how: one way for answers that a trace stores and for those that are shown."""
+"""Grading of answers, the same for answers in a trace and for answers on screen."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.errors import DatasetError
 
 Decode = Callable[..., str]
-"""A tokenizer's: token ids to text."""
+"""A tokenizer's function from token ids to text."""
 
 
 def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
-    """`Prompt.grading` -> the metric, of every prompt with accepted answers, tried on each of them.
+    """Return `Prompt.grading` -> metric for all prompts with accepted answers, checked on each of them.
 
     Raises DatasetError where a metric is not installed or cannot read the answers.
     """
@@ -29,7 +29,7 @@ def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
 
 
 def check_answers(prompts: Prompts) -> None:
-    """Raise DatasetError where a prompt has no accepted answers: nothing would tell how good a generated one is."""
+    """Raise DatasetError where a prompt has no accepted answers to grade a generated one by."""
     without = [prompt.sample_id for prompt in prompts if not prompt.grading]
     if without:
         msg = (
@@ -41,11 +41,11 @@ def check_answers(prompts: Prompts) -> None:
 
 
 def text_of(tokens: Sequence[int], decode: Decode) -> str:
-    """The answer as it is graded: without the tokens that are special to the model."""
+    """Return the answer's text for grading, without special tokens."""
     return decode(list(tokens), skip_special_tokens=True)
 
 
 def grade(text: str, prompt: Prompt, graded: Mapping[str, Metric]) -> float:
-    """The score of an answer to the prompt, 0 to 1; NaN where nothing grades it."""
+    """Return the score of an answer to the prompt, 0 to 1; NaN without a metric."""
     metric = graded.get(prompt.grading)
     return metric.grade(text, prompt.answers, prompt.classes) if metric else math.nan

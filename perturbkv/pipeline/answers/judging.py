@@ -1,9 +1,7 @@
-"""Run a judge: a program that reads lines on its standard input and writes lines on its standard output.
+"""Judges: programs that read questions as lines on standard input and write answers as lines on standard output.
 
 No shell reads the command. All questions are written at once, so that a judge may answer them in any order, one by one
-or together; each answer is taken as soon as it is there, so that none that came is lost.
-
-Ask a judge what it has not been asked yet.
+or together; each answer is stored as soon as it arrives, and stored ones are not asked for again.
 """
 
 from __future__ import annotations
@@ -39,50 +37,51 @@ from perturbkv.storage.judgements import (
 from perturbkv.user_files import parse_json
 
 _LONGEST = 2**20
-"""Bytes of one answer: more is no judgement."""
-_TOLD = 300
+"""Largest number of bytes of one answer."""
+_SHOWN = 300
 
 
-def split(command: str) -> list[str]:
-    """Program and arguments, as a shell would part them. Raises ConfigError where there is none, or none such."""
+def split_command(command: str) -> list[str]:
+    """Return program and arguments, split as a shell would. Raises ConfigError without a program that exists."""
     try:
-        found = shlex.split(command)
+        arguments = shlex.split(command)
     except ValueError as error:
-        msg = f"expected a command such as 'python my_judge.py', got {command[:_TOLD]!r}: {error}"
+        msg = f"expected a command such as 'python my_judge.py', got {command[:_SHOWN]!r}: {error}"
         raise ConfigError(msg) from None
-    if not found:
+    if not arguments:
         msg = "expected a command such as 'python my_judge.py', got an empty one"
         raise ConfigError(msg)
-    if shutil.which(found[0]) is None:
-        msg = f"expected a judge that can be started, got '{escape_line(found[0])[:_TOLD]}', which is no program here"
+    if shutil.which(arguments[0]) is None:
+        program = escape_line(arguments[0])[:_SHOWN]
+        msg = f"expected a judge that can be started, got '{program}', which is no program here"
         raise ConfigError(msg)
-    return found
+    return arguments
 
 
-def answered(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
-    """Every line that the command writes, as soon as it does, until it ends.
+def read_answers(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
+    """Yield every line that the command writes, at once, until it ends.
 
     Raises PluginError where it cannot be started, is silent for more than `limit` seconds, writes a line without end,
-    or leaves with another code than 0.
+    or ends with another code than 0.
     """
-    with tempfile.TemporaryFile() as said, _started(command, said) as process:
+    with tempfile.TemporaryFile() as stderr, _start_process(command, stderr) as process:
         lines: queue.Queue[bytes] = queue.Queue()
         for work in (lambda: _write(process, questions), lambda: _read(process, lines)):
             threading.Thread(target=work, daemon=True).start()
-        while found := _next(lines, limit):
-            if len(found) > _LONGEST:
+        while answer := _next_line(lines, limit):
+            if len(answer) > _LONGEST:
                 msg = f"expected lines of at most {_LONGEST:,} bytes from the judge, got a longer one"
                 raise PluginError(msg)
-            yield found
-        _check_end(process, limit, said)
+            yield answer
+        _check_end(process, limit, stderr)
 
 
 @contextmanager
-def _started(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, in a session of its own, all of which is over when the block is left."""
+def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield the process, in a session of its own, which is killed after the block."""
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         msg = f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --command"
@@ -96,21 +95,21 @@ def _started(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Pop
 
 
 def _write(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
-    """All questions; a judge that no longer reads says why with its exit code."""
+    """Write all questions; a judge that stops reading is reported by its exit code."""
     with suppress(OSError), cast("IO[bytes]", process.stdin) as stream:
         for question in questions:
             stream.write(question.encode())
 
 
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
-    """Line by line, an empty one at the end."""
+    """Put each line into the queue, and an empty one at the end."""
     with cast("IO[bytes]", process.stdout) as stream:
-        while found := stream.readline(_LONGEST + 1):
-            lines.put(found)
+        while answer := stream.readline(_LONGEST + 1):
+            lines.put(answer)
     lines.put(b"")
 
 
-def _next(lines: queue.Queue[bytes], limit: float) -> bytes:
+def _next_line(lines: queue.Queue[bytes], limit: float) -> bytes:
     try:
         return lines.get(timeout=limit)
     except queue.Empty:
@@ -118,7 +117,7 @@ def _next(lines: queue.Queue[bytes], limit: float) -> bytes:
         raise PluginError(msg) from None
 
 
-def _check_end(process: subprocess.Popen[bytes], limit: float, said: IO[bytes]) -> None:
+def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]) -> None:
     """Raise PluginError for a judge that does not end, or ends in failure, with its last words."""
     try:
         code = process.wait(limit)
@@ -126,21 +125,21 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, said: IO[bytes]) 
         msg = f"the judge closed its output and did not end within {limit:g} seconds; let it end after its last answer"
         raise PluginError(msg) from None
     if code:
-        said.seek(0)
-        words = said.read().decode(errors="replace").strip().splitlines()
-        told = f": {escape_line(words[-1])[:_TOLD]}" if words else ""
-        msg = f"expected a judge that ends with exit code 0, got {code}{told}"
+        stderr.seek(0)
+        words = stderr.read().decode(errors="replace").strip().splitlines()
+        detail = f": {escape_line(words[-1])[:_SHOWN]}" if words else ""
+        msg = f"expected a judge that ends with exit code 0, got {code}{detail}"
         raise PluginError(msg)
 
 
 FILE = "judgements.jsonl"
 LIMIT = 600.0
-"""Seconds without an answer, where the user says nothing."""
+"""Default for the largest number of seconds without an answer."""
 _RUN_LONGEST = 10**7
 
 
 def check(judge: Judge, limit: float) -> None:
-    """Raise ConfigError for what no judge can be asked."""
+    """Raise ConfigError for invalid settings of a judge."""
     option.check_number("seed (--seed)", judge.seed)
     option.check_number("time_limit (--time-limit)", limit, _RUN_LONGEST)
     if limit <= 0:
@@ -162,12 +161,12 @@ def ask_judge(
     limit: float = LIMIT,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Judgement, ...]:
-    """A judgement of every answer, or every pair, in the order of samples and configurations.
+    """Return a judgement of every answer, or every pair, in the order of samples and configurations.
 
-    Those that `path` holds already are not asked for again; each new one is there as soon as it comes, so that a call
-    that fails loses none. None: they are kept nowhere.
+    Those in the file `path` are not asked for again; each new one is stored there at once, so that a call that fails
+    loses none. None: they are not stored.
 
-    Raises PluginError for a judge that fails, or says what is no judgement; what `Kept` raises.
+    Raises PluginError for a judge that fails or gives an invalid judgement; what `Kept` raises.
     """
     check(judge, limit)
     questions = list(pair_questions(answers, judge.seed) if judge.pairwise else single_questions(answers))
@@ -177,22 +176,22 @@ def ask_judge(
             if question.is_tie and (question.sample, question.label) not in kept.judgements:
                 kept.add(tie_judgement(question))
         progress(len(kept.judgements), len(questions))
-        _ask(judge, questions, kept, limit, progress)
+        _ask_missing(judge, questions, kept, limit, progress)
         return tuple(kept.judgements[one.sample, one.label] for one in questions)
 
 
-def _ask(
+def _ask_missing(
     judge: Judge, questions: Sequence[Question], kept: JudgementFile, limit: float, progress: Callable[[int, int], None]
 ) -> None:
-    """Ask what is not there yet. Raises PluginError where an answer belongs to no question, or one gets none."""
+    """Ask the questions without a judgement. Raises PluginError where an answer has no question, or a question none."""
     todo = {one.id: one for one in questions if (one.sample, one.label) not in kept.judgements}
     if not todo:
         return
     left = dict(todo)
-    with closing(answered(judge.command, [one.line() for one in todo.values()], limit)) as answers:
+    with closing(read_answers(judge.command, [one.line() for one in todo.values()], limit)) as answers:
         for answer in filter(bytes.strip, answers):
-            said = _parsed(answer)
-            name = said.get("id")
+            answer_object = _parse_answer(answer)
+            name = answer_object.get("id")
             if not isinstance(name, str) or name not in left:
                 again = (
                     f"given already, of {todo[name].description}"
@@ -202,7 +201,7 @@ def _ask(
                 got = escape_line(repr(name))[:60]
                 msg = f"expected from the judge an `id` it was given, each once, got {got} ({again})"
                 raise PluginError(msg)
-            kept.add(parse_judgement(left.pop(name), said, judge))
+            kept.add(parse_judgement(left.pop(name), answer_object, judge))
             progress(len(kept.judgements), len(questions))
     if left:
         first = next(iter(left.values())).description
@@ -211,13 +210,13 @@ def _ask(
         raise PluginError(msg)
 
 
-def _parsed(answer: bytes) -> dict[str, object]:
+def _parse_answer(answer: bytes) -> dict[str, object]:
     try:
-        found = parse_json(answer.decode())
+        parsed = parse_json(answer.decode())
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         said = answer.decode(errors="replace").strip()
         msg = f"expected lines from the judge that are JSON objects, got '{escape_line(said)[:60]}'"
         raise PluginError(msg)
-    return found
+    return parsed

@@ -1,8 +1,8 @@
 """Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
 
-What decoding sees is all that is left to decide with: the last queries of the row, and the entries it still holds. The
-perturbation that each compression causes is measured as it happens, on the query that came last. Where positions are
-those in the cache, what stays then moves up, and the row's next token stands behind it.
+A compression selects by the last queries of the row among the entries that are still cached. Its perturbation is
+measured at once, on the last query. Where positions are those in the cache, the remaining entries get new positions,
+and the row's next token follows them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Compression:
     """One compression of one row.
 
     Attributes:
-        config: which configuration.
+        config: index of the configuration.
         generated: tokens generated before it.
         before, after: entries per kept set, mean over kept sets and layers.
-        perturbation: isolated perturbation (layer, head) on the last query, against what the row held before.
+        perturbation: isolated perturbation (layer, head) on the last query, compared with the row before.
         output_norm: ‖o_h‖₁ (layer, head) of that query before the compression.
         retained_mass: S (layer, head).
     """
@@ -53,11 +53,11 @@ class Compression:
 
 @dataclass(frozen=True)
 class EvictedPrompt:
-    """A prompt whose cache was evicted.
+    """A prompt with its evicted cache.
 
     Attributes:
-        cache: one row per configuration, behind a row that keeps everything where one was asked for.
-        logits: of the context's last position, of all rows or of each.
+        cache: one row per configuration, after a row that keeps everything where requested.
+        logits: logits of the context's last position, one for all rows or one each.
         queries: per layer the last queries (head, query, d_head), as many as the largest window; empty where nothing
             is compressed again.
     """
@@ -68,15 +68,15 @@ class EvictedPrompt:
 
 
 class Compressor:
-    """Watches what is decoded from a compact cache, and compresses rows that hold more than `limit` per kept set.
+    """The compressor of rows of a compact cache that hold more than `limit` entries per kept set during decoding.
 
     Args:
         adapter: the model.
-        read: the prompt; the last rows of its cache are the run's configurations, its queries the window's at least.
-        run: how each row is compressed, budgets in tokens.
+        read: the prompt; the last rows of its cache are the run's configurations, its queries at least the window's.
+        run: the configuration of each row, budgets in tokens.
         limit: entries per kept set, averaged over layers and kept sets, that a row may hold.
         sample: the sample's id, for seeds.
-        resources: how value norms are computed.
+        resources: memory and kernel for value norms.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Compressor:
 
     def compress(self, generated: int) -> None:
         """Compress every row that holds more than the limit."""
-        for place, config in enumerate(self.configs):
-            row = self.first + place
+        for index, config in enumerate(self.configs):
+            row = self.first + index
             before = mean_entries(self.cache, row)
             if before <= self.limit:
                 continue
@@ -110,35 +110,35 @@ class Compressor:
             stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
             after = mean_entries(self.cache, row)
             if config.in_cache:
-                self.cache.behind[row] += round(before - after)  # its kept sets are equally long
-            self.done.append(Compression(place, generated, before, after, *stacked))
+                self.cache.position_offsets[row] += round(before - after)  # its kept sets are equally long
+            self.done.append(Compression(index, generated, before, after, *stacked))
 
     def room(self) -> int:
-        """How many tokens can be read, one at least, before a row holds more than the limit."""
-        fullest = max(mean_entries(self.cache, self.first + place) for place in range(len(self.configs)))
+        """Return the number of tokens, at least 1, that can be read before a row exceeds the limit."""
+        fullest = max(mean_entries(self.cache, self.first + index) for index in range(len(self.configs)))
         return max(1, int(self.limit - fullest) + 1)
 
     def _compress_layer(
         self, layer: int, row: int, config: ResolvedConfig, generated: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Select among what the row holds in one layer and freeze it; perturbation, norm and retained mass (head,)."""
-        held: CompactLayer = self.cache.evicted[layer]
-        sets = held.entries(row).sets()
+        """Compress a row in one layer; return perturbation, norm and retained mass (head,)."""
+        cached_layer: CompactLayer = self.cache.evicted[layer]
+        sets = cached_layer.entries(row).sets()
         if config.granularity.name == "query":
             sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
         sample = f"{self.sample}/{generated}"
         view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
-        places = view.places(kept)
-        stays = view.take(places)
+        kept_indices = view.kept_indices(kept)
+        remaining = view.take(kept_indices)
         if config.in_cache:
-            stays = positions.move_positions(stays, torch.cat(places), self.adapter.frequencies)
-        held.replace({row: stays})
+            remaining = positions.move_positions(remaining, torch.cat(kept_indices), self.adapter.frequencies)
+        cached_layer.replace({row: remaining})
         return view.perturbation(kept)
 
 
 class _RowView:
-    """What one row holds in one layer, kept sets of different lengths aligned at their ends, zeros before them."""
+    """The entries of one row in one layer, kept sets of different lengths aligned at their ends after zeros."""
 
     def __init__(
         self,
@@ -156,49 +156,49 @@ class _RowView:
         self.sets, self.longest = len(sets), max(self.lengths)
         self.group = adapter.heads // self.sets
         even = len(set(self.lengths)) == 1
-        self.parts = [slice(0, self.sets)] if even else [slice(place, place + 1) for place in range(self.sets)]
-        self.norms = _aligned([self._norms(part, resources) for part in self.parts], self.longest)
+        self.parts = [slice(0, self.sets)] if even else [slice(index, index + 1) for index in range(self.sets)]
+        self.norms = _align_ends([self._norms(part, resources) for part in self.parts], self.longest)
 
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
-        """What the selection may look at; kept sets of one length are read at once."""
+        """Return the statistics for the selection; kept sets of one length are computed at once."""
         window = min(config.window, self.longest)
         score = config.system.score.unpooled()
-        seen = [self._seen(part, str(part.start)).with_window(config.window) for part in self.parts]
-        accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in seen]
+        views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
+        accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
         lengths = torch.tensor(self.lengths, device=self.norms.device)
-        places = torch.arange(self.longest - window, device=self.norms.device)
+        indices = torch.arange(self.longest - window, device=self.norms.device)
         return LayerStatistics(
-            accumulated=_aligned(accumulated, self.longest - window),
+            accumulated=_align_ends(accumulated, self.longest - window),
             norms=self.norms[:, : self.longest - window],
             kv_heads=self.sets,
             layer=self.layer,
             layers=len(self.adapter.layers),
             sample=self.sample,
             head_scores=head_scores,
-            valid=places >= (self.longest - lengths).unsqueeze(-1),
+            valid=indices >= (self.longest - lengths).unsqueeze(-1),
             euclidean=self._euclidean()[:, : self.longest - window] if config.euclidean else None,
         )
 
-    def places(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
-        """Which of its entries each kept set keeps, counted from its first one."""
+    def kept_indices(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
+        """Return the indices of the entries that each kept set keeps, counted from its first one."""
         return [
             row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
         ]
 
-    def take(self, places: Sequence[Tensor]) -> KeptEntries:
-        """The entries at these places, copied."""
+    def take(self, indices: Sequence[Tensor]) -> KeptEntries:
+        """Return copies of the entries at these indices, per kept set."""
         keys, values = (
-            [piece[rows] for piece, rows in zip(pieces, places, strict=True)] for pieces in (self.keys, self.values)
+            [piece[rows] for piece, rows in zip(pieces, indices, strict=True)] for pieces in (self.keys, self.values)
         )
         return KeptEntries.of(keys, values)
 
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
-        seen = [self._seen(part, "") for part in self.parts]
-        weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in seen]
-        attention = _aligned([entries for entries, _ in weights], self.longest)
+        """Return isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
+        views = [self._view_part(part, "") for part in self.parts]
+        weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in views]
+        attention = _align_ends([entries for entries, _ in weights], self.longest)
         sink = torch.cat([own for _, own in weights])
-        value = _aligned([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
+        value = _align_ends([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
         everything = summands.sums(attention.unsqueeze(0)).mixed
         stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
@@ -207,11 +207,11 @@ class _RowView:
         moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
         return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
 
-    def _heads(self, part: slice) -> slice:
+    def _head_slice(self, part: slice) -> slice:
         return slice(part.start * self.group, part.stop * self.group)
 
-    def _seen(self, part: slice, name: str) -> LayerView:
-        heads, sinks = self._heads(part), self.adapter.sinks(self.layer)
+    def _view_part(self, part: slice, name: str) -> LayerView:
+        heads, sinks = self._head_slice(part), self.adapter.sinks(self.layer)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(
             queries=self.queries[heads],
@@ -228,27 +228,27 @@ class _RowView:
         )
 
     def _projection(self, part: slice) -> Tensor:
-        heads, d_head = self._heads(part), self.adapter.d_head
+        heads, d_head = self._head_slice(part), self.adapter.d_head
         return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
 
     def _norms(self, part: slice, resources: Resources) -> Tensor:
         return layer_norms(torch.stack(self.values[part]), self._projection(part), resources)
 
     def _euclidean(self) -> Tensor:
-        """‖V_i W_O^h‖₂ (head, longest)."""
-        found = [
+        """Return ‖V_i W_O^h‖₂ (head, longest)."""
+        norms = [
             euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
             for part in self.parts
         ]
-        return _aligned(found, self.longest)
+        return _align_ends(norms, self.longest)
 
 
-def _aligned(pieces: Sequence[Tensor], longest: int) -> Tensor:
-    """Pieces (…, length) of different lengths, one below the other, zeros before the shorter ones."""
+def _align_ends(pieces: Sequence[Tensor], longest: int) -> Tensor:
+    """Return pieces (…, length) of different lengths, concatenated, zeros before the shorter ones."""
     return torch.cat([torch.nn.functional.pad(piece, (longest - piece.shape[-1], 0)) for piece in pieces])
 
 
 def mean_entries(cache: CompactCache, row: int) -> float:
-    """Entries per kept set that a row holds, over layers and kept sets."""
+    """Return the mean number of entries per kept set of a row, over layers and kept sets."""
     lengths: list[int] = [length for layer in cache.evicted for length in layer.lengths(row)]
     return sum(lengths) / len(lengths)

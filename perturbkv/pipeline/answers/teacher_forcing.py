@@ -1,7 +1,7 @@
-"""How far evicted caches lead the model away while all of them read the full cache's own answer (teacher forcing).
+"""Divergence of evicted caches while all of them read the full cache's own answer (teacher forcing).
 
-Free answers part at the first token that differs and say little of each other afterwards; reading one text, every cache
-gives a distribution for each next token of it (METHOD: KL(full ‖ evicted), top-1 agreement, at each decode step).
+Free answers are hard to compare after the first token that differs; reading one text, every cache gives a
+distribution for each next token of it (METHOD: KL(full ‖ evicted), top-1 agreement, at each decode step).
 Caches are compressed again where they were while they answered freely: when they hold more than the limit.
 """
 
@@ -16,22 +16,22 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv import theory
-from perturbkv.cache.compact import CompactCache, SharedCache, restored
+from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
-_TOGETHER = 16
-"""Tokens read in one pass at most: their logits, of all caches, lie there at once."""
+_TOKENS_PER_PASS = 16
+"""Largest number of tokens per pass: their logits, of all caches, are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What every cache makes of each next token of the full cache's answer; step t has read t + 1 of its tokens.
+    """The divergence of every cache at each token of the full cache's answer; step t has read t + 1 of its tokens.
 
     Attributes:
-        kl: nat.
+        kl: KL(full ‖ evicted) in nat.
         top1: whether the full and the evicted run would take the same token.
         noise_floor: KL of a cache of the same kind that keeps everything: what rounding alone does.
     """
@@ -42,7 +42,7 @@ class Divergence:
 
 
 @torch.inference_mode()
-def follow(
+def teacher_force(
     adapter: Adapter,
     cache: CompactCache,
     question: Sequence[int],
@@ -50,53 +50,53 @@ def follow(
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> Divergence:
-    """Read the question and then `tokens` from every row of `cache`, and as the plain model reads them: the reference.
+    """Read the question and then `tokens` from every row of `cache`, and with the plain model as the reference.
 
-    The first row keeps everything; the plain model's cache are its entries. `compressor` is the cache's; `check` looks
-    at all logits.
+    The first row keeps everything, and the plain model's cache has its entries. `compressor` is the cache's; `check`
+    checks all logits.
     """
-    rows, looked = cache.layers[0].batch, check or FiniteCheck()
-    reference = SharedCache(_whole(adapter, cache))
+    rows, finite = cache.layers[0].batch, check or FiniteCheck()
+    reference = SharedCache(_full_cache_of_first_row(adapter, cache))
     watch = Observer(attention=None if compressor is None else compressor.watch)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
-        """Logits after each of these tokens: the reference's (token, vocab), every row's (row, token, vocab)."""
+        """Return logits after each of these tokens: the reference's (token, vocab), every row's (row, token, vocab)."""
         batch = ids.unsqueeze(0).expand(rows, -1)
         with decode_shared(adapter):
-            full = _logits(adapter, reference, batch, looked)[0]
+            full = _logits(adapter, reference, batch, finite)[0]
         with decode_from(adapter, cache), capture(adapter, watch):
-            return full, _logits(adapter, cache, batch, looked)
+            return full, _logits(adapter, cache, batch, finite)
 
-    for part in torch.split(to_device(list(question), adapter.device), _TOGETHER) if question else ():
+    for part in torch.split(to_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
         read(part)
-    ids, found = to_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
-    while len(found) < len(tokens):
+    ids, divergences = to_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
+    while len(divergences) < len(tokens):
         if compressor is not None:
-            compressor.compress(len(found) + 1)
-        ahead = _TOGETHER if compressor is None else min(_TOGETHER, compressor.room())
-        full, evicted = read(ids[len(found) : len(found) + ahead])
-        found += [theory.logit_divergence(full[place], evicted[:, place]) for place in range(len(full))]
-    return _joined(found, rows)
+            compressor.compress(len(divergences) + 1)
+        count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.room())
+        full, evicted = read(ids[len(divergences) : len(divergences) + count])
+        divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
+    return _make_divergence(divergences, rows)
 
 
-def _whole(adapter: Adapter, cache: CompactCache) -> Cache:
-    """The first row's entries, which are all there were, as the model's own kind of cache."""
+def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
+    """Return the first row's entries, all of the prompt's, as the model's own kind of cache."""
     kinds = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
-    found = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
-    held = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
-    return restored(adapter, found, held)
+    entries = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
+    windows = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
+    return rebuild_cache(adapter, entries, windows)
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    check.look(LOGITS, logits)
+    check.check(LOGITS, logits)
     return logits
 
 
-def _joined(found: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
-    """What the first row shows is rounding; a KL below 0 is too."""
-    if not found:
+def _make_divergence(divergences: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
+    """Return the divergence, with the first row as the noise floor; KL below 0 is rounding."""
+    if not divergences:
         nothing = torch.zeros(rows - 1, 0)
         return Divergence(nothing, nothing > 0, nothing[:0].sum(dim=0))
-    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*found, strict=True))
+    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*divergences, strict=True))
     return Divergence(kl[1:].clamp(min=0), top1[1:], kl[0].clamp(min=0))

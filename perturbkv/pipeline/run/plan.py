@@ -1,7 +1,4 @@
-"""What a run will do, checked before a weight is loaded: lengths, budgets, memory, and what is decoded together.
-
-Which configurations of a prompt are decoded together, and whether their caches have to lie in memory for it.
-"""
+"""The plan of a run, checked before a weight is loaded: lengths, budgets, memory, batches of configurations."""
 
 from __future__ import annotations
 
@@ -36,21 +33,21 @@ if TYPE_CHECKING:
     from perturbkv.models.adapter import Adapter
 
 
-def passing(run: ResolvedRun) -> bool:
-    """Whether evicted caches are read once or, with a question, twice, and all they hold lies in the full one as well.
+def is_single_pass(run: ResolvedRun) -> bool:
+    """Return whether evicted caches are read once, or twice with a question, and hold only entries of the full one.
 
-    Copying the kept entries out for each pass then takes less than holding them.
+    Copying the kept entries for each pass then takes less than storing them.
     """
     changed = any(config.quantised or config.in_cache for config in run.configs)
     return run.steps == 1 and not run.generate and not changed
 
 
-def batches_of(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
-    """The batches of one prompt. Raises ConfigError where a configuration exceeds the bound on memory."""
+def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
+    """Return the batches of one prompt. Raises ConfigError where a configuration exceeds the bound on memory."""
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
-    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=passing(run))
+    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=is_single_pass(run))
 
 
 _log = logging.getLogger(__name__)
@@ -58,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """In which precision and where a model computes; `device_map` is a key of `models.loading.DEVICE_MAPS`."""
+    """The precision and device of a model; `device_map` is a key of `models.loading.DEVICE_MAPS`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -67,19 +64,19 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is known to be possible.
+    """A run that passed all checks.
 
     Attributes:
-        files: the model, weights unread.
-        placement: where it computes.
-        prompts: what is measured.
-        run: how, as the trace records it.
+        files: the model without its weights.
+        placement: its precision and device.
+        prompts: the prompts.
+        run: the configuration of the run, as the trace records it.
         configs: its configurations, resolved.
-        resources: what it may take.
-        batches: how the configurations of the largest prompt are decoded.
+        resources: bounds on memory, and kernels.
+        batches: batches of the configurations for the largest prompt.
         text: whether its trace holds text of prompts and answers: no number depends on it, and it is no part of `run`.
         kept: whether its trace holds the kept positions, likewise.
-        loaded: the model, where it was loaded already.
+        loaded: the model, where it is loaded already.
     """
 
     files: ModelFiles
@@ -95,28 +92,36 @@ class Plan:
 
     @functools.cached_property
     def resolved(self) -> ResolvedRun:
-        """The run with its resolved configurations: what measures it takes."""
+        """The run with its resolved configurations."""
         return ResolvedRun.from_run(self.run, self.configs)
 
+    @property
+    def shape(self) -> Shape:
+        """The model's shape, in the run's precision."""
+        dtype = self.placement.dtype
+        return Shape.from_config(self.files.config, dtype.itemsize, self.files.weights_bytes(dtype))
+
     def model(self) -> Adapter:
-        """The model with its weights, loaded where it is not yet, with room for the longest prompt's caches.
+        """Return the model with its weights, loaded unless it is already, with room for the longest prompt's caches.
 
         Raises ModelError, and NoMemoryError where the device does not hold them.
         """
-        place = self.placement
-        if self.loaded is None and place.device_map == "none":
-            check_memory(self.files, place.dtype, place.device, self.caches_bytes())
-        return self.loaded or load_weights(self.files, place.dtype, place.device, self.run.seed, place.device_map)
+        placement = self.placement
+        if self.loaded is None and placement.device_map == "none":
+            check_memory(self.files, placement.dtype, placement.device, self.caches_bytes())
+        return self.loaded or load_weights(
+            self.files, placement.dtype, placement.device, self.run.seed, placement.device_map
+        )
 
-    def narrowed(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
-        """The plan of some of the prompts, by their ids, at other configurations. Raises PerturbkvErrors."""
+    def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
+        """Return a plan of some of the prompts, by their ids, with other configurations. Raises PerturbkvErrors."""
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
-        asked = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
+        settings = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
         prompts = replace(self.prompts, prompts=chosen)
-        return plan(self.files, self.placement, prompts, configs, Settings(*asked), self.resources, self.loaded)
+        return plan(self.files, self.placement, prompts, configs, Settings(*settings), self.resources, self.loaded)
 
     def caches_bytes(self) -> int:
-        """What the longest prompt's full cache and the largest batch of evicted ones take."""
+        """Return the bytes of the longest prompt's full cache and the largest batch of evicted ones."""
         shape = Shape.from_config(self.files.config, self.placement.dtype.itemsize, 0)
         return (
             shape.full_cache_bytes(max(len(prompt.token_ids) for prompt in self.prompts)) + self.batches.largest_bytes
@@ -132,19 +137,19 @@ def plan(
     resources: Resources,
     loaded: Adapter | None = None,
 ) -> Plan:
-    """Check everything that can be checked without the weights. Raises PerturbkvErrors."""
+    """Return the plan of a run after all checks that need no weights. Raises PerturbkvErrors."""
     check_configurations(len(configs))
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
     presses.check_sources(resolved, files.config, files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
-    generate = _own_length(prompts) if settings.generate is None else settings.generate
+    generate = _answer_length(prompts) if settings.generate is None else settings.generate
     selections.check_sparse_prefill(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
-    graded = _grading(prompts, settings.scored) if generate else {}
-    fit = fitting(resolved, prompts, settings.scenario, settings.leave_out_unfit)
+    graded = _grading_metrics(prompts, settings.scored) if generate else {}
+    fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
@@ -171,35 +176,35 @@ def plan(
     shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     check_fill([config.precision for config in configs], shape.d_head, files.name)
     if generate and settings.scored:
-        resources = _with_room(resources, shape, run, prompts, placement, loaded)
-    batches = _batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)
+        resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
+    batches = _largest_batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
 
 
-def _own_length(prompts: Prompts) -> int:
-    """Tokens of an answer at most, as the data say; told where some of a file's data sets say less."""
+def _answer_length(prompts: Prompts) -> int:
+    """Return the data's largest number of tokens per answer; log where some data sets of a file have fewer."""
     length, recorded = prompts.generation_length, prompts.options.get("wording", {})
-    own = {name: one["generation_length"] for name, one in recorded.items() if "generation_length" in one}
-    less = [f"{name}'s {tokens}" for name, tokens in own.items() if tokens < length]
-    if less:
+    lengths = {name: one["generation_length"] for name, one in recorded.items() if "generation_length" in one}
+    shorter = [f"{name}'s {tokens}" for name, tokens in lengths.items() if tokens < length]
+    if shorter:
         _log.info(
             "every answer to %s may have %d tokens, not %s: scores of these are not LongBench's; give each data set a "
-            "file of its own", prompts.dataset, length, ", ".join(less),
+            "file of its own", prompts.dataset, length, ", ".join(shorter),
         )  # fmt: skip
     return length
 
 
-def _grading(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """The names of the metrics that grade the prompts' answers. Raises DatasetError where one cannot."""
+def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
+    """Return the names of the metrics that grade the prompts' answers. Raises DatasetError where one cannot."""
     if scored:
         grading.check_answers(prompts)
     return {METRICS: sorted({metric.name for metric in grading.metrics_of(prompts).values()})}
 
 
-def fitting(
+def fitting_configs(
     configs: Sequence[ResolvedConfig], prompts: Sequence[Prompt], scenario: str, leave_out_unfit: bool
 ) -> tuple[ResolvedConfig, ...]:
-    """The configurations whose budget exceeds the window in every prompt.
+    """Return the configurations whose budget exceeds the window in every prompt.
 
     Raises BudgetError for one that does not, or with `leave_out_unfit` where none is left; those left out are logged.
     """
@@ -230,7 +235,7 @@ def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, 
         check_long_rotations(model_config, read, total, prompt.sample_id, name, after)
 
 
-def _with_room(
+def _bound_memory(
     resources: Resources,
     shape: Shape,
     run: RunConfig,
@@ -238,23 +243,23 @@ def _with_room(
     placement: Placement,
     loaded: Adapter | None,
 ) -> Resources:
-    """The bound on memory of a run that generates, where the user gave none and the model lies on one device.
+    """Return the resources with a bound on memory for a run that generates, unless the user set one.
 
     Every batch decodes whole answers, so that fewer and larger ones are worth memory: at most half of what is free
-    beside weights and full cache, and at most twice what these take.
+    beside weights and full cache, and at most twice what these take. Only for a model on one device.
     """
     if resources.max_bytes is not None or placement.device_map != "none" or not device_exists(placement.device):
         return resources
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     whole = shape.weights_bytes + shape.full_cache_bytes(tokens)
-    beside = shape.full_cache_bytes(tokens) if loaded else whole
-    bound = min(2 * whole, (memory.free_bytes(placement.device) - beside) // 2)
+    occupied = shape.full_cache_bytes(tokens) if loaded else whole
+    bound = min(2 * whole, (memory.free_bytes(placement.device) - occupied) // 2)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
     return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
 
 
-def _batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
-    """How the configurations of the largest prompt are decoded. Raises ConfigError where one exceeds the bound."""
-    planned = [batches_of(prompt, run, shape, resources) for prompt in prompts]
+def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
+    """Return the batches of the largest prompt. Raises ConfigError where a configuration exceeds the bound."""
+    planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))

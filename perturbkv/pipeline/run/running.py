@@ -1,8 +1,7 @@
-"""From a plan to a finished trace: measure what is missing on an engine, keep every sample, go on after a kill.
+"""A run from its plan to a finished trace: missing samples are measured on an engine, and each is stored at once.
 
-What a trace says of its making: model, weights, device, and the libraries' versions.
-
-The text of a run's prompts and answers as a trace stores it, made from their tokens: it needs no weights.
+A run that was interrupted continues with the samples that are missing. A trace also has its provenance, and the text of
+prompts and answers, decoded from their tokens without weights.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 
 def provenance(planned: Plan) -> dict[str, str]:
-    """Root attributes of the trace."""
+    """Return the root attributes of the trace: model, weights, device, and the libraries' versions."""
     run, device, stored = planned.run, planned.placement.device, planned.files.stored
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     measured = layer_types.format_measured(planned.files.config)
@@ -74,8 +73,8 @@ _DECODED = ("prompt_start", "prompt_text")
 
 
 def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
-    """A prompt's tokens, its text, and where in it each token begins; what `decode` tells is made when it is read."""
-    held: dict[str, Any] = {
+    """Return a prompt's tokens, its text, and the offset of each token in it; the text is decoded when it is read."""
+    stored: dict[str, Any] = {
         "prompt_count": len(prompt.token_ids),
         "prompt_offset": 0,
         "prompt_token": prompt.token_ids,
@@ -84,53 +83,53 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
 
     def read(name: str) -> NDArray[Any]:
         if not text:
-            text.update(_decoded(prompt, decode))
+            text.update(_decode_text(prompt, decode))
         return text[name]
 
-    return LazyArrays({name: _stored(name, value) for name, value in held.items()}, _DECODED, read)
+    return LazyArrays({name: _as_variable(name, value) for name, value in stored.items()}, _DECODED, read)
 
 
-def _decoded(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
-    found = pieces(prompt.token_ids, decode)
-    ends = np.cumsum([len(piece) for piece in found])
-    values = ([0, *ends[:-1]], "".join(found))
-    return {name: _stored(name, value) for name, value in zip(_DECODED, values, strict=True)}
+def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
+    texts = pieces(prompt.token_ids, decode)
+    ends = np.cumsum([len(piece) for piece in texts])
+    values = ([0, *ends[:-1]], "".join(texts))
+    return {name: _as_variable(name, value) for name, value in zip(_DECODED, values, strict=True)}
 
 
-def _stored(name: str, value: Any) -> NDArray[Any]:
+def _as_variable(name: str, value: Any) -> NDArray[Any]:
     return np.asarray(value).astype(VARIABLES[name].dtype)
 
 
 class PromptTexts(Mapping[str, SampleText]):
-    """Sample id -> text of its prompt and answers, made whenever it is asked for: nothing grows with the samples."""
+    """A mapping from sample id to the text of its prompt and answers, made on access and not kept."""
 
     def __init__(self, prompts: Prompts, decode: Decode) -> None:
-        self._named = {prompt.sample_id: prompt for prompt in prompts}
+        self._prompts = {prompt.sample_id: prompt for prompt in prompts}
         self._decode = decode
 
     def __getitem__(self, sample_id: str) -> SampleText:
-        prompt = self._named[sample_id]
-        said = partial(grading.text_of, decode=self._decode)
-        return SampleText(text_arrays(prompt, self._decode), said, prompt.answers)
+        prompt = self._prompts[sample_id]
+        decode_answer = partial(grading.text_of, decode=self._decode)
+        return SampleText(text_arrays(prompt, self._decode), decode_answer, prompt.answers)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._named)
+        return iter(self._prompts)
 
     def __len__(self) -> int:
-        return len(self._named)
+        return len(self._prompts)
 
 
 _log = logging.getLogger(__name__)
 Finished = Callable[[SampleTrace | FailedSample, Sequence[EvictionConfig]], None]
-"""Gets a sample and the configurations that it was measured for, all that it lacked or some of them."""
+"""Callback with a sample and the configurations that it was measured for, all that it lacked or some of them."""
 Missing = Mapping[str, Sequence[EvictionConfig]]
 """Sample id -> the configurations that it still lacks."""
 Progress = Callable[[int, int], None]
-"""Gets how many samples are done, and of how many, when a run begins and after each sample."""
+"""Callback with the number of samples that are done, and of all, when a run begins and after each sample."""
 
 
 class Engine(Protocol):
-    """Where the samples of a run are measured."""
+    """An engine that measures the samples of a run."""
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too.
@@ -140,22 +139,22 @@ class Engine(Protocol):
 
 
 class Writer(Protocol):
-    """Where measured samples are kept: a `TraceWriter`, or one of a part of a run."""
+    """A writer of measured samples: a `TraceWriter`, or one of a shard."""
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Sample -> the configurations that it still lacks."""
+        """Return, per sample, the configurations that it still lacks."""
 
     def done(self) -> AbstractSet[str]:
-        """Samples that lack nothing."""
+        """Return the samples that lack nothing."""
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
-        """Keep one, measured for these configurations."""
+        """Store a sample, measured for these configurations."""
 
     def abandon(self) -> None:
-        """Clean up after a run that cannot go on."""
+        """Close a run that cannot go on."""
 
     def finish(self) -> Path:
-        """Make what all samples are kept in."""
+        """Write the file of all samples and return its path."""
 
 
 def run_to_file(
@@ -183,9 +182,9 @@ def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool,
     writer = TraceWriter(
         path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals, planned.kept
     )
-    _say_what_is_there(planned, writer.missing())
-    _say_whose_text_changes(planned, writer.count_text_changes())
-    _say_whose_positions_go(*writer.count_kept_changes())
+    _log_earlier_samples(planned, writer.missing())
+    _log_text_changes(planned, writer.count_text_changes())
+    _log_kept_changes(*writer.count_kept_changes())
     return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
 
 
@@ -194,7 +193,7 @@ def measure_missing(
 ) -> Path:
     """Measure what is missing of `total` samples, and finish. Raises as `run_to_file`."""
     missing = writer.missing()
-    _say_what_is_special(planned)
+    _log_peculiarities(planned)
 
     left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
 
@@ -222,7 +221,7 @@ def measure_missing(
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
     """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
-    _say_what_is_special(planned)
+    _log_peculiarities(planned)
     measured: dict[str, list[tuple[SampleTrace | FailedSample, list[str]]]] = {}
     total = len(planned.prompts)
     progress(0, total)
@@ -234,14 +233,14 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
     texts, labels = texts_of(planned), planned.run.labels()
-    samples = [with_text(_whole(measured[name], labels), texts) for name in planned.prompts.ids]
+    samples = [with_text(_join_parts(measured[name], labels), texts) for name in planned.prompts.ids]
     return Trace.from_samples(planned.run, samples, provenance(planned))
 
 
-def _whole(
+def _join_parts(
     parts: Sequence[tuple[SampleTrace | FailedSample, list[str]]], labels: Sequence[str]
 ) -> SampleTrace | FailedSample:
-    """A sample from its parts; one of which a part failed is failed."""
+    """Return a sample joined from its parts; failed where a part failed."""
     failed = [sample for sample, _ in parts if isinstance(sample, FailedSample)]
     if failed:
         return failed[-1]
@@ -250,12 +249,12 @@ def _whole(
 
 
 def texts_of(planned: Plan) -> Texts:
-    """The text of the run's prompts and answers; none where its trace is to hold none."""
+    """Return the text of the run's prompts and answers; none where its trace is to have none."""
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 
-def _say_what_is_there(planned: Plan, missing: Missing) -> None:
-    """What an earlier run has measured already, in samples and in configurations."""
+def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
+    """Log the samples and configurations that an earlier run has measured."""
     samples, configs = len(planned.prompts), len(planned.run.configs)
     done = samples - len(missing)
     if done:
@@ -269,16 +268,16 @@ def _say_what_is_there(planned: Plan, missing: Missing) -> None:
         )  # fmt: skip
 
 
-def _say_whose_text_changes(planned: Plan, changing: int) -> None:
-    """Text is no number: samples that are there get it, or lose it, without being measured again."""
+def _log_text_changes(planned: Plan, changing: int) -> None:
+    """Log the stored samples to which text is added or from which it is removed, without measuring again."""
     if changing:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
         _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
 
 
-def _say_whose_positions_go(leaving: int, lacking: int) -> None:
-    """Kept positions are measured: they can be taken out of samples that are there, and not be added to them."""
+def _log_kept_changes(leaving: int, lacking: int) -> None:
+    """Log the stored samples that lose kept positions, and those that lack them, as these cannot be added."""
     if leaving:
         _log.info(
             "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
@@ -290,8 +289,8 @@ def _say_whose_positions_go(leaving: int, lacking: int) -> None:
         )  # fmt: skip
 
 
-def _say_what_is_special(planned: Plan) -> None:
-    """Prompts that were cut, configurations that evict nothing, weights that mean nothing."""
+def _log_peculiarities(planned: Plan) -> None:
+    """Log prompts that were cut, configurations that evict nothing, unmeasured layers and random weights."""
     prompts, run = planned.prompts, planned.run
     if prompts.cut:
         most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"

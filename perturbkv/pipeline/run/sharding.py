@@ -1,4 +1,4 @@
-"""One shard of a run: measured into its own journal, and all of them joined by the one that ends last."""
+"""One shard of a run, measured into its own journal; the shard that ends last joins all."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShardDone:
-    """A shard that is measured, while the trace is not whole yet.
+    """A measured shard of a trace that is not complete yet.
 
     Attributes:
-        trace: where the trace will be.
-        shard: which it is.
-        samples: whose measurements it has.
-        configs: how many configurations it has of each.
-        failures: sample that failed -> why.
-        done: the shards that are measured, this one among them.
+        trace: the future path of the trace.
+        shard: the shard.
+        samples: ids of its samples.
+        configs: number of configurations of each.
+        failures: failed sample -> reason.
+        done: the measured shards, this one among them.
     """
 
     trace: Path
@@ -59,16 +59,16 @@ def run_shard(
     wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path | ShardDone:
-    """Measure what one shard of the run at `path` lacks; the last one joins all, and gives the trace.
+    """Measure what one shard of the run at `path` lacks; the last one joins all, and returns the trace's path.
 
-    Any number of processes do so at once, on any machines, one for each shard. Raises as `run_to_file`, and OutputError
-    where shards of another run are there.
+    Any number of processes may do so at once, on any machines, one per shard. Raises as `run_to_file`, and OutputError
+    where shards of another run exist.
     """
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
-    place = ShardJournal(path, shard).path
-    check_writable(place)
-    with _alone(path, place, wait, lambda: _all_done(path, record, overwrite)) as lock:
+    journal = ShardJournal(path, shard).path
+    check_writable(journal)
+    with _lock_shard(path, journal, wait, lambda: _all_done(path, record, overwrite)) as lock:
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
         missing = writer.missing()
@@ -77,28 +77,27 @@ def run_shard(
                       len(samples), shard)  # fmt: skip
         measure_missing(planned, engine, writer, lock, path, len(samples), progress)
         failures = writer.failures()
-    if _joined(planned, path, record, overwrite):
+    if _join_if_complete(planned, path, record, overwrite):
         return path
     return ShardDone(path, shard, samples, len(configs), failures, tuple(measured_shards(path, record, overwrite)))
 
 
 @contextmanager
-def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> Iterator[Lock]:
-    """The shard's lock, held while nobody holds the trace's: who joins shards looks at both in the other order.
+def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[Lock]:
+    """Yield the shard's lock, taken while the trace's is free: joining takes the two in the other order.
 
-    Raises LockedOutputError, or waits, for the trace without keeping the shard from who joins it; a joining is always
-    awaited.
+    Raises LockedOutputError, or waits, for the trace without blocking the shard; a join in progress is always awaited.
     """
     while True:
         try:
             check_free(path)
         except LockedOutputError:
-            wait_until_free(path, wait or joining())
-        with Lock(place, wait) as lock:
+            wait_until_free(path, wait or all_done())
+        with Lock(journal, wait) as lock:
             try:
                 check_free(path)
             except LockedOutputError:
-                if not (wait or joining()):
+                if not (wait or all_done()):
                     raise
                 continue
             yield lock
@@ -106,12 +105,12 @@ def _alone(path: Path, place: Path, wait: bool, joining: Callable[[], bool]) -> 
 
 
 def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
-    """Whether no shard lacks anything: who holds the trace then joins them, and is through in a moment."""
+    """Return whether no shard lacks anything, so that the process that holds the trace is joining them."""
     return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 
-def _joined(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
-    """Whether all shards were there and this process joined them; where another one does it, it does not."""
+def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
+    """Join the shards if all are done; return whether this process did so."""
     if not _all_done(path, record, overwrite):
         return False
     try:

@@ -1,4 +1,4 @@
-"""From what was measured on the device to the arrays of a trace: one place where axes are put into their order."""
+"""Assembly of a sample's trace arrays from the measurements on the device, with all axes in their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perturbkv import kept_codec
 from perturbkv.cache.entries import Lengths
-from perturbkv.cache.quantisation import held_bits
+from perturbkv.cache.quantisation import layer_bits
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
@@ -22,32 +22,32 @@ from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.devices import stack_on_device
 from perturbkv.pipeline.answers import grading
-from perturbkv.pipeline.sample.layer import LayerResult, order
+from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import quantised
-from perturbkv.pipeline.variants.sparse_prefill import OwnPrefill
+from perturbkv.pipeline.variants.sparse_prefill import SparsePrefill
 from perturbkv.schema import VARIABLES
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What one batch of configurations gave.
+    """The measurements of one batch of configurations.
 
     Attributes:
-        places: which of the run's configurations.
+        configs: indices of the configurations in the run.
         steps: per decode step, name -> tensor, configurations first where the variable has them.
-        order: the configurations as `kept` lists them.
-        kept: of every layer the kept sets as bits.
-        cache_bytes, padding_bytes: of the evicted caches.
-        generated: tokens of each configuration's answer by its place, and in one of the batches the full cache's under
-            None; empty where nothing is generated.
-        isolated: of configurations in few bits, or corrected, by their place (step, name, layer, head), names as
-            `quantised.NAMES`; NaN where that changes nothing.
-        own: of configurations that have one, by their place, the prefill along lines.
+        order: the configurations in the order of `kept`.
+        kept: per layer the kept sets as bits.
+        cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
+        generated: configuration -> tokens of its answer; in one of the batches None -> those of the full cache; empty
+            where nothing is generated.
+        isolated: quantised or corrected configuration -> (step, name, layer, head), names as
+            `quantised.ISOLATED_VARIABLES`; NaN where quantisation or correction changes nothing.
+        sparse_prefills: configuration with a sparse prefill -> that prefill.
     """
 
-    places: tuple[int, ...]
+    configs: tuple[int, ...]
     steps: list[dict[str, Tensor]]
     order: tuple[int, ...]
     kept: list[UInt8[Tensor, "kept_set byte"]]
@@ -55,11 +55,11 @@ class BatchResult:
     padding_bytes: int
     generated: dict[int | None, list[int]]
     isolated: dict[int, Tensor]
-    own: Mapping[int, OwnPrefill] = field(default_factory=dict)
+    sparse_prefills: Mapping[int, SparsePrefill] = field(default_factory=dict)
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
-    """Return what is one number or one row per sample."""
+    """Return the variables with one number or one row per sample."""
     n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens
     values: dict[str, object] = {
         "prompt_tokens": n,
@@ -67,7 +67,7 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens.tolist(),
         "steps_measured": len(tokens),
-        "evicted": [any(min(layer[place]) < n for layer in lengths) for place in range(len(sample.run.configs))],
+        "evicted": [any(min(layer[index]) < n for layer in lengths) for index in range(len(sample.run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
@@ -75,44 +75,44 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
 
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """(config, step, layer, head) from per layer, per step (config, head); noise floors without config."""
-    back = _inverse(order(layers[0].groups))
+    """Return the isolated quantities (config, step, layer, head), noise floors without config."""
+    run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
         stacked = stack_on_device(
             device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1
         )
         array = to_numpy(stacked, VARIABLES[name].dtype)
-        arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[back]
+        arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[run_order]
     return arrays
 
 
-def changed_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
-    """The isolated perturbations of `arrays`, of configurations in few bits or corrected as these really perturb."""
-    found = {name: arrays[name].copy() for name in quantised.NAMES}
+def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
+    """Return the isolated perturbations with those of quantised or corrected configurations replaced by their own."""
+    result = {name: arrays[name].copy() for name in quantised.ISOLATED_VARIABLES}
     for batch in batches:
-        for place, moved in batch.isolated.items():
-            for name, array in zip(quantised.NAMES, moved.unbind(dim=1), strict=True):
+        for index, moved in batch.isolated.items():
+            for name, array in zip(quantised.ISOLATED_VARIABLES, moved.unbind(dim=1), strict=True):
                 own = to_numpy(array, VARIABLES[name].dtype)
-                found[name][place] = np.where(np.isnan(own), found[name][place], own)
-    return found
+                result[name][index] = np.where(np.isnan(own), result[name][index], own)
+    return result
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """(config, layer, head, lost_entry) from per layer (config, head, lost_entry); C of every head without config."""
-    back = _inverse(order(layers[0].groups))
+    """Return the largest evicted outputs (config, layer, head, lost_entry), and C of every head without config."""
+    run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].lost:
         dims = VARIABLES[name].dims
         stacked = stack_on_device(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
         array = to_numpy(stacked, VARIABLES[name].dtype)
-        arrays[name] = array[back] if "config" in dims else array
+        arrays[name] = array[run_order] if "config" in dims else array
     return arrays
 
 
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
-    """Variables of the decode steps, in the run's order of configurations; what all batches measured from the first."""
-    back = _inverse([place for batch in batches for place in batch.places])
+    """Return the variables of the decode steps, in the run's order of configurations; others from the first batch."""
+    run_order = _inverse_order([index for batch in batches for index in batch.configs])
     arrays = {}
     for name in batches[0].steps[0]:
         dims = VARIABLES[name].dims
@@ -120,28 +120,28 @@ def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
             to_numpy(torch.stack([step[name] for step in batch.steps], dim=dims.index("step")), VARIABLES[name].dtype)
             for batch in (batches if "config" in dims else batches[:1])
         ]
-        arrays[name] = np.concatenate(parts)[back] if "config" in dims else parts[0]
+        arrays[name] = np.concatenate(parts)[run_order] if "config" in dims else parts[0]
     return arrays
 
 
 def kept_arrays(
     batches: Sequence[BatchResult], lengths: Sequence[Lengths], layers: Sequence[LayerResult], heads: int
 ) -> Arrays:
-    """Kept positions of all configurations and layers as codes; heads of a shared kept set share theirs."""
+    """Return the kept positions of all configurations and layers as codes; heads of a shared kept set share theirs."""
     shape = (len(lengths[0]), len(layers), heads)
     offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     rows, start = [], 0
     for batch in batches:
         for layer, masks in enumerate(batch.kept):
-            own = [lengths[layer][place] for place in batch.order]
-            code, taken = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(own))
+            batch_lengths = [lengths[layer][index] for index in batch.order]
+            code, taken = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(batch_lengths))
             begins = start + taken.cumsum() - taken
-            for values, held in ((begins, offsets), (taken, sizes), (np.concatenate(own), counts)):
-                _spread(values, own, batch.order, held[:, layer])
+            for values, target in ((begins, offsets), (taken, sizes), (np.concatenate(batch_lengths), counts)):
+                _assign_to_heads(values, batch_lengths, batch.order, target[:, layer])
             rows.append(code)
             start += len(code)
-    for layer, found in enumerate(layers):
-        for group in found.groups:
+    for layer, measured in enumerate(layers):
+        for group in measured.groups:
             first = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
             stage1[list(group.config_indices), layer] = to_numpy(first, "int64")
     return {
@@ -150,58 +150,58 @@ def kept_arrays(
     }  # fmt: skip
 
 
-def _spread(values: NDArray[Any], own: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
-    """Numbers of each kept set of the configurations in `order`, to every head that shares it: (config, head)."""
-    ends = np.cumsum([len(sets) for sets in own])[:-1]
-    for place, found in zip(order, np.split(values, ends), strict=True):
-        heads[place] = found.repeat(heads.shape[1] // len(found))
+def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
+    """Write numbers per kept set of the configurations in `order` to every head that shares the set: (config, head)."""
+    ends = np.cumsum([len(sets) for sets in lengths])[:-1]
+    for index, part in zip(order, np.split(values, ends), strict=True):
+        heads[index] = part.repeat(heads.shape[1] // len(part))
 
 
-def held_share(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
-    """(config,) entries of all layers and kept sets over those of the full cache (METHOD: a budget is not a share)."""
-    held = [sum(sum(layer[place]) for layer in lengths) for place in range(len(lengths[0]))]
-    return np.array(held, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
+def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
+    """Return (config,) the cached entries over those of the full cache (METHOD: a budget is not a share)."""
+    entries = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
+    return np.array(entries, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
 
 def prefill_arrays(
-    batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], held: NDArray[np.float64], seconds: float
+    batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], cached: NDArray[np.float64], seconds: float
 ) -> Arrays:
-    """Of configurations with a prefill along lines what it took, and `held_share` as what its queries look at.
+    """Return the seconds of sparse prefills, and `held_share` as the share of entries that their queries attend to.
 
-    That of a budget which covers the prompt is the full one, which took `seconds`; the others have none: NaN.
+    Where the budget covers the prompt it is the full prefill, which took `seconds`; NaN for other configurations.
     """
-    shares, took = held.copy(), np.full(len(configs), np.nan)
-    for place in (place for place, config in enumerate(configs) if config.has_sparse_prefill):
-        shares[place], took[place] = 1.0, seconds
+    shares, taken = cached.copy(), np.full(len(configs), np.nan)
+    for index in (index for index, config in enumerate(configs) if config.has_sparse_prefill):
+        shares[index], taken[index] = 1.0, seconds
     for batch in batches:
-        for place, own in batch.own.items():
-            shares[place], took[place] = own.share, own.seconds
-    return {"held_share": shares, "prefill_seconds": took, "prefill_seconds_full": np.array(seconds)}
+        for index, own in batch.sparse_prefills.items():
+            shares[index], taken[index] = own.share, own.seconds
+    return {"held_share": shares, "prefill_seconds": taken, "prefill_seconds_full": np.array(seconds)}
 
 
-def held_bytes(
+def cached_bytes(
     lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], shape: Shape, prompt_tokens: int
 ) -> Arrays:
-    """(config,) bytes of the evicted caches' entries and of what stands in for others, and of the full cache's.
+    """Return (config,) the bytes of the evicted caches with their corrections, and of the full cache, as stored.
 
-    As stored; in 16 bits where nobody says otherwise.
+    Numbers have 16 bits unless they are quantised.
     """
     full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
-    held = [
+    bits = [
         sum(
-            held_bits(config, layer[place], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
+            layer_bits(config, layer[index], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
             for layer in lengths
         )
-        for place, config in enumerate(configs)
+        for index, config in enumerate(configs)
     ]
-    return {"held_bytes": np.array(held, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
+    return {"held_bytes": np.array(bits, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
 
 
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
-    """Return what each row generated, the full cache's first, and how good it is."""
+    """Return the tokens and scores of the answers, the full cache's apart."""
     prompt, most = sample.prompt, sample.run.generate
-    made = {place: tokens for batch in batches for place, tokens in batch.generated.items()}
-    rows = [made[None], *(made[place] for place in range(len(made) - 1))]
+    answers = {index: tokens for batch in batches for index, tokens in batch.generated.items()}
+    rows = [answers[None], *(answers[index] for index in range(len(answers) - 1))]
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
     texts = [grading.text_of(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}
@@ -212,7 +212,7 @@ def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
 
 
 def attention_array(layers: Sequence[LayerResult]) -> Arrays:
-    """Reference attention (step, layer, head, key), NaN past the entries a step sees."""
+    """Return the reference attention (step, layer, head, key), NaN past the entries of a step."""
     longest = layers[0].attention[-1].shape[-1]
     padded = [
         [torch.nn.functional.pad(a, (0, longest - a.shape[-1]), value=torch.nan).cpu() for a in layer.attention]
@@ -222,12 +222,12 @@ def attention_array(layers: Sequence[LayerResult]) -> Arrays:
     return {"attention_full": to_numpy(stacked, VARIABLES["attention_full"].dtype)}
 
 
-def with_all_steps(arrays: Arrays, steps: int) -> Arrays:
-    """The arrays with `steps` places along `step`; past the end of the text NaN, token -1, other integers 0."""
-    return {name: _padded(name, array, steps) for name, array in arrays.items()}
+def pad_steps(arrays: Arrays, steps: int) -> Arrays:
+    """Return the arrays with length `steps` along `step`; past the end of the text NaN, token -1, other integers 0."""
+    return {name: _pad_variable(name, array, steps) for name, array in arrays.items()}
 
 
-def _padded(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
+def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
     dims = VARIABLES[name].dims
     if "step" not in dims:
         return array
@@ -240,6 +240,6 @@ def _as_arrays(values: dict[str, object]) -> Arrays:
     return {name: np.asarray(value).astype(VARIABLES[name].dtype) for name, value in values.items()}
 
 
-def _inverse(places: Sequence[int]) -> list[int]:
-    """Where each configuration of the run stands in another order."""
-    return sorted(range(len(places)), key=lambda row: places[row])
+def _inverse_order(indices: Sequence[int]) -> list[int]:
+    """Return the inverse of a permutation."""
+    return sorted(range(len(indices)), key=lambda row: indices[row])

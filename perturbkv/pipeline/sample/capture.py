@@ -1,8 +1,7 @@
-"""The only place that registers hooks: context managers that watch or replace a model's attention and undo themselves.
+"""Hooks, registered here alone: context managers that observe or replace a model's attention and undo themselves.
 
-Nothing here changes what the model computes: with hooks on and nothing evicted its logits stay the same bit for bit.
-
-Whether activations and scores are finite, asked of the device once for all of them.
+Observation does not change what the model computes: with hooks on and nothing evicted its logits stay the same bit for
+bit. `FiniteCheck` finds activations and scores that are not finite, with a single wait for the device.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Observer:
-    """What to watch of the measured layers; each callable gets the layer's place first, `final` only the tensor.
+    """Callbacks for the measured layers; each gets the layer's index first, `final` only the tensor.
 
     Attributes:
         attention: query (batch, head, query, d_head), key and value (batch, kv_head, key, d_head) after RoPE.
         head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
-        entering: input of the attention module, after its norm (batch, query, d_model).
+        attention_input: input of the attention module, after its norm (batch, query, d_model).
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
     head_output: Callable[[int, Tensor], None] | None = None
     hidden: Callable[[int, Tensor], None] | None = None
     final: Callable[[Tensor], None] | None = None
-    entering: Callable[[int, Tensor], None] | None = None
+    attention_input: Callable[[int, Tensor], None] | None = None
 
 
 @contextmanager
@@ -51,32 +50,34 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
     """Call `observer` during every forward pass inside the block; on exit all hooks are gone, errors included."""
     with ExitStack() as stack:
         if observer.attention is not None:
-            stack.enter_context(intercept_attention(adapter, partial(_watched, adapter.layer_of, observer.attention)))
-        for handle in _hooks(adapter, observer):
+            stack.enter_context(
+                intercept_attention(adapter, partial(_observe_attention, adapter.layer_of, observer.attention))
+            )
+        for handle in _register_hooks(adapter, observer):
             stack.callback(handle.remove)
         yield
 
 
 @contextmanager
 def intercept_attention(
-    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], every: bool = False
+    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], all_layers: bool = False
 ) -> Iterator[None]:
     """Send this model's attention through `replacement(stock, module, args, kwargs)` inside the block.
 
-    That of the measured layers, or of `every` one. Other models in the process keep their attention. Raises ModelError
-    where the model's attention implementation is not registered with transformers' attention interface.
+    Only that of the measured layers, unless `all_layers`. Other models in the process keep their attention. Raises
+    ModelError where the model's attention implementation is not registered with transformers' attention interface.
     """
     name = adapter.model.config._attn_implementation
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
-    stock = registered or _eager(adapter.every_layer[0].self_attn, name)
+    stock = registered or _eager_attention(adapter.every_layer[0].self_attn, name)
     if stock is None:
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
-    ours = {id(layer.self_attn) for layer in (adapter.every_layer if every else adapter.layers)}
+    ours = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
     ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
         replacement(stock, module, args, kwargs)
         if id(module) in ours
-        else (registered or _eager(module, name) or stock)(module, *args, **kwargs)
+        else (registered or _eager_attention(module, name) or stock)(module, *args, **kwargs)
     )
     try:
         yield
@@ -86,8 +87,8 @@ def intercept_attention(
             ALL_ATTENTION_FUNCTIONS[name] = registered
 
 
-def _eager(attention: nn.Module, name: str) -> AttentionFunction | None:
-    """A family's own attention, which transformers registers nowhere; None where another kernel is asked for."""
+def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | None:
+    """Return a family's eager attention, which transformers does not register; None for another kernel."""
     own = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
     return own.get("eager_attention_forward")
 
@@ -96,33 +97,33 @@ def _eager(attention: nn.Module, name: str) -> AttentionFunction | None:
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """Let the model decode from `cache` inside the block: pass it as `past_key_values`, one row per configuration.
 
-    New tokens stand where the cache says, whatever `position_ids` say of rows that assign positions themselves.
+    New tokens get the cache's positions in rows that have their own, whatever `position_ids` are.
     """
-    held = {id(layer.self_attn): own for layer, own in zip(adapter.every_layer, cache.layers, strict=True)}
+    held = {id(layer.self_attn): cached for layer, cached in zip(adapter.every_layer, cache.layers, strict=True)}
     cache.attach(True)
-    hook = partial(_placed, cache, adapter.rotary_kind)
+    hook = partial(_set_positions, cache, adapter.rotary_kind)
     rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        with intercept_attention(adapter, partial(_held, held), every=True):
+        with intercept_attention(adapter, partial(_attend_to_cache, held), all_layers=True):
             yield
     finally:
         rotary.remove()
         cache.attach(False)
 
 
-def _held(
+def _attend_to_cache(
     held: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention to what an attention module's own layer of the cache holds."""
+    """Return the attention over a module's own layer of the cache."""
     return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
 
 
-def _placed(
+def _set_positions(
     cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Rotate new tokens by the positions at which the cache's rows go on, where these differ from the prompt's.
+    """Return arguments with the positions at which the cache's rows continue, where these differ from the prompt's.
 
-    Of a module that is asked for each kind of layers, for the measured layers' alone.
+    A rotary module that serves several kinds of layers gets them for the measured kind alone.
     """
     positions = cache.positions(args[0].shape[1], args[0].device)
     others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
@@ -131,20 +132,20 @@ def _placed(
 
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
-    """Let a batch of identical rows decode from a `SharedCache`: the stock attention on row 0, handed to all rows."""
-    with intercept_attention(adapter, _shared, every=True):
+    """Let a batch of identical rows decode from a `SharedCache`, with the stock attention of row 0 for all rows."""
+    with intercept_attention(adapter, _attend_row_0, all_layers=True):
         yield
 
 
-def _shared(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Attention of row 0, for all rows."""
+def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the stock attention of row 0, for all rows."""
     query, key, value, mask, *others = args
     first = mask[:1] if isinstance(mask, Tensor) else mask
     output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
     return output.expand(query.shape[0], *output.shape[1:]), weights
 
 
-def _watched(
+def _observe_attention(
     layer_of: Callable[[nn.Module], int],
     callback: Callable[[int, Tensor, Tensor, Tensor], None],
     stock: AttentionFunction,
@@ -152,16 +153,16 @@ def _watched(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """The stock attention, told to `callback` before."""
+    """Return the stock attention after a call of `callback`."""
     callback(layer_of(module), args[0], args[1], args[2])
     return stock(module, *args, **kwargs)
 
 
-def _hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
-    """Register what is watched; the generator hands out each handle as soon as its hook is on."""
+def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
+    """Register the hooks of an observer; the generator yields each handle as soon as its hook is on."""
     for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
-        if observer.entering is not None:
-            yield attention.register_forward_pre_hook(_entering_hook(index, observer.entering), with_kwargs=True)
+        if observer.attention_input is not None:
+            yield attention.register_forward_pre_hook(_entering_hook(index, observer.attention_input), with_kwargs=True)
         if observer.head_output is not None:
             yield attention.o_proj.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
         if observer.hidden is not None:
@@ -187,29 +188,29 @@ FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
 
 
 class FiniteCheck:
-    """Remembers, place by place and without waiting for the device, whether activations were finite."""
+    """A record of activations that are not finite, kept without waiting for the device."""
 
     def __init__(self) -> None:
         self._finite: list[tuple[str, Tensor]] = []
         self._made: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
-        """Look at one layer's activations."""
-        self.look(f"the hidden states of layer {layer}", hidden)
+        """Check one layer's activations."""
+        self.check(f"the hidden states of layer {layer}", hidden)
 
-    def look(self, where: str, activations: Tensor) -> None:
-        """Look at activations that are called `where`."""
+    def check(self, where: str, activations: Tensor) -> None:
+        """Check activations; `where` names them in the error."""
         self._finite.append((where, torch.isfinite(activations).all()))
 
-    def made(self, what: str, numbers: Tensor) -> None:
-        """Look at what was made of activations, which are looked at first."""
-        self._made.append((what, torch.isfinite(numbers).all()))
+    def check_derived(self, where: str, numbers: Tensor) -> None:
+        """Check numbers computed from activations, which are reported first."""
+        self._made.append((where, torch.isfinite(numbers).all()))
 
     def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first place that held NaN or Inf; waits for the device once."""
+        """Raise ActivationError for the first record of NaN or Inf; waits for the device once."""
         if not self._finite:
             return
-        places, flags = zip(*self._finite, *self._made, strict=True)
-        for where, finite in zip(places, stack_on_device(flags[0].device, flags).tolist(), strict=True):
+        names, flags = zip(*self._finite, *self._made, strict=True)
+        for where, finite in zip(names, stack_on_device(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)

@@ -1,4 +1,4 @@
-"""Decode the same tokens from the full cache and from a compact one, recording what perturbation is measured on."""
+"""Decoding of the same tokens from the full cache and from a compact one, with records of each step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepRecord:
         hidden: residual stream after the layer (row, d_model).
         final: after the final norm (row, d_model).
         logits: (row, vocab).
-        entries: those that the query attends to in the full cache, its own included.
+        entries: number of entries that the query attends to in the full cache, its own included.
     """
 
     query: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
@@ -48,12 +48,12 @@ class StepRecord:
 
 
 @dataclass
-class _Listener:
-    """Fills a record with what the last of a step's tokens does."""
+class _StepRecorder:
+    """The callbacks that record the last of a step's tokens."""
 
     adapter: Adapter
     rows: int
-    check: FiniteCheck
+    finite: FiniteCheck
     record: StepRecord = field(default_factory=StepRecord)
 
     def query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -63,11 +63,11 @@ class _Listener:
         self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
 
     def hidden(self, layer: int, output: Tensor) -> None:
-        self.check(self.adapter.layer_indices[layer], output)
+        self.finite(self.adapter.layer_indices[layer], output)
         self.record.hidden.append(output[:, -1])
 
     def final(self, output: Tensor) -> None:
-        self.check.look(FINAL_NORM, output)
+        self.finite.check(FINAL_NORM, output)
         self.record.final = output[:, -1]
 
 
@@ -75,34 +75,34 @@ class _Listener:
 def decode_full(
     adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
 ) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """The reference: the question, then greedy steps, from the full cache, which grows by all of them.
+    """Decode the reference, the question and then greedy steps, from the full cache, which grows by all of them.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded.
     Returns the records of the steps and the tokens decoded, the first of them the greedy choice after the prompt;
-    `prefill.finite` has looked at all of them.
+    `prefill.finite` checks all of them.
     """
     cache = SharedCache(prefill.cache)
     first = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
-        first = _step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
+        first = _decode_step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
     tokens, records = [first.argmax()], []
     for _ in range(steps):
-        record = _step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
+        record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
         records.append(_first_row(record))
         tokens.append(record.logits[0].argmax())
     return records, torch.stack(tokens[:steps])
 
 
-def steps_of_text(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
-    """Decode steps before the one that decodes the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
+def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
+    """Return the number of decode steps before the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
 
-    With several, this waits for the device.
+    With several steps, this waits for the device.
     """
     if len(tokens) == 1:
         return 1
-    found = tokens.tolist()
-    return max(1, next((step for step, token in enumerate(found) if token in ends), len(found)))
+    decoded = tokens.tolist()
+    return max(1, next((step for step, token in enumerate(decoded) if token in ends), len(decoded)))
 
 
 @torch.inference_mode()
@@ -112,44 +112,47 @@ def decode_evicted(
     question: Sequence[int],
     tokens: Int[Tensor, " step"],
     rows: int,
-    check: FiniteCheck,
+    finite: FiniteCheck,
 ) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
-    """The question, then teacher-forced steps, from a compact cache, one row per configuration.
+    """Decode the question, then teacher-forced steps, from a compact cache, one row per configuration.
 
     Returns the logits after the question, None without one, and the records of the steps.
     """
-    asked = None
+    question_logits = None
     if question:
         ids = to_device(question, adapter.device)
-        asked = _step(adapter, cache, decode_from(adapter, cache), ids, rows, check).logits
-    steps = [_step(adapter, cache, decode_from(adapter, cache), token, rows, check) for token in torch.split(tokens, 1)]
-    return asked, steps
+        question_logits = _decode_step(adapter, cache, decode_from(adapter, cache), ids, rows, finite).logits
+    steps = [
+        _decode_step(adapter, cache, decode_from(adapter, cache), token, rows, finite)
+        for token in torch.split(tokens, 1)
+    ]
+    return question_logits, steps
 
 
-def _step(
+def _decode_step(
     adapter: Adapter,
     cache: Cache,
     attention: AbstractContextManager[None],
     tokens: Int[Tensor, " token"],
     rows: int,
-    check: FiniteCheck,
+    finite: FiniteCheck,
 ) -> StepRecord:
-    """One forward pass of the same tokens in every row; what the last of them did is recorded."""
-    listener = _Listener(adapter, rows, check)
-    record = listener.record
+    """Run one forward pass of the same tokens in every row, and record the last of them."""
+    recorder = _StepRecorder(adapter, rows, finite)
+    record = recorder.record
     ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
-    observer = Observer(listener.query, listener.head_output, listener.hidden, listener.final)
+    observer = Observer(recorder.query, recorder.head_output, recorder.hidden, recorder.final)
     with attention, capture(adapter, observer):
         record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
             :, -1
         ]
-    check.look(LOGITS, record.logits)
+    finite.check(LOGITS, record.logits)
     record.entries = cache.get_seq_length()
     return record
 
 
 def _first_row(record: StepRecord) -> StepRecord:
-    """The record of row 0 alone, so that a long run does not hold identical rows."""
+    """Return the record of row 0 alone, so that a long run does not hold identical rows."""
     return StepRecord(
         query=[tensor[:1].clone() for tensor in record.query],
         head_output=[tensor[:1].clone() for tensor in record.head_output],

@@ -1,4 +1,4 @@
-"""One layer of a prompt's full cache: what every configuration's kept entries are taken from and compared with."""
+"""One layer of a prompt's full cache, the source and the reference of every configuration's kept entries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 
 @dataclass(frozen=True, eq=False)
 class FullLayer:
-    """A measured layer's entries, with what the prefill knows of it.
+    """A measured layer's entries, with the prefill's statistics.
 
     Attributes:
         adapter: the model.
-        statistics: what the prefill knows of all layers.
-        index: which of the measured layers.
-        keys, values: the prompt's entries, then those decoded since.
+        statistics: the prefill's statistics of all layers.
+        index: index among the measured layers.
+        keys, values: the prompt's entries, then the decoded ones.
     """
 
     adapter: Adapter
@@ -36,7 +36,7 @@ class FullLayer:
 
     @classmethod
     def of(cls, adapter: Adapter, before: Prefill, index: int) -> FullLayer:
-        """Return a layer of a prompt that was read, as its cache is now."""
+        """Return a layer of a prompt after its prefill, as its cache is now."""
         cached = adapter.cache_layer(before.cache, index)
         return cls(adapter, before.statistics, index, cached.keys[0], cached.values[0])
 
@@ -76,9 +76,9 @@ class FullLayer:
         return self.adapter.sinks(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-        """Return A of a decode step over the entries that it sees, and the weight of each head's sink."""
+        """Return A of a decode step over the entries that it attends to, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Tensor | None = None) -> list[Group]:
-        """Return what configurations keep of the prompt; `realised` is A of the first decode step, where known."""
+        """Return the kept sets of configurations; `realised` is A of the first decode step, where known."""
         return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)

@@ -1,10 +1,7 @@
-"""What every configuration keeps in one layer, and the isolated quantities of every decode step, for all of them.
+"""Measurement of one layer: kept sets of all configurations, isolated quantities, largest evicted outputs.
 
-Nothing here waits for the device, so that a GPU works through all layers before anyone asks for a number.
-
-What single evicted entries add to a head's output under full attention: those of the largest ‖A_i 𝒱_i‖₁ = A_i ν_i.
-
-Of the first decode step, for every configuration and head. Nothing here waits for the device.
+The largest evicted outputs are those of the evicted entries with the largest ‖A_i 𝒱_i‖₁ = A_i ν_i under full attention
+at the first decode step. Nothing here waits for the device, so that a GPU works through all layers without a pause.
 """
 
 from __future__ import annotations
@@ -30,16 +27,16 @@ from perturbkv.selection.page_selection import AnyGroup, PageGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
-ENTRIES = 10
-"""How many are told of each head."""
+LOST_ENTRIES = 10
+"""Number of evicted entries that are stored per head."""
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """A ν of a layer's prompt entries, the largest first; equal ones as they stand in the prompt (METHOD: ties).
+class RankedOutputs:
+    """The prompt entries of a layer by descending A ν; equal ones in the prompt's order (METHOD: ties).
 
     Attributes:
-        position: of the entries.
+        position: positions of the entries.
         output: A ν of each.
     """
 
@@ -47,40 +44,40 @@ class Outputs:
     output: Float[Tensor, "head key"]
 
 
-def ordered_lost(
+def rank_outputs(
     attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
-) -> Outputs:
-    """The first `prompt_tokens` entries in the order of what each adds to the output."""
+) -> RankedOutputs:
+    """Return the first `prompt_tokens` entries by descending A ν."""
     added = (attention * norms.to(WORK))[:, :prompt_tokens]
     output, position = added.sort(dim=-1, descending=True, stable=True)
-    return Outputs(position, output)
+    return RankedOutputs(position, output)
 
 
-def largest_lost(given: Outputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
-    """The evicted entries that add most, (config, head, ENTRIES): −1 and NaN where fewer went."""
-    gone = ~kept.gather(-1, given.position.expand_as(kept))
-    ranks = torch.arange(1, ENTRIES + 1, dtype=torch.int32, device=kept.device)
-    counted = gone.cumsum(dim=-1, dtype=torch.int32)
-    place = torch.searchsorted(counted, ranks.expand(*kept.shape[:2], -1).contiguous())
-    there, place = place < kept.shape[-1], place.clamp(max=kept.shape[-1] - 1)
+def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
+    """Return the evicted entries of the largest A ν, (config, head, lost_entry); −1 and NaN where fewer are evicted."""
+    evicted = ~kept.gather(-1, ranked.position.expand_as(kept))
+    ranks = torch.arange(1, LOST_ENTRIES + 1, dtype=torch.int32, device=kept.device)
+    counted = evicted.cumsum(dim=-1, dtype=torch.int32)
+    index = torch.searchsorted(counted, ranks.expand(*kept.shape[:2], -1).contiguous())
+    exists, index = index < kept.shape[-1], index.clamp(max=kept.shape[-1] - 1)
     position, output = (
-        row.expand(*kept.shape[:2], -1).gather(-1, place) for row in (given.position, given.output)
+        row.expand(*kept.shape[:2], -1).gather(-1, index) for row in (ranked.position, ranked.output)
     )  # fmt: skip
-    return {"lost_position": position.where(there, -1), "lost_output": output.where(there, torch.nan)}
+    return {"lost_position": position.where(exists, -1), "lost_output": output.where(exists, torch.nan)}
 
 
 _ENTRY_BYTES = 10
-"""Of the sums over entries, per entry, head and configuration: two masks, and weights."""
+"""Working memory of the sums over entries, per entry, head and configuration: two masks, and weights."""
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One layer of one sample.
+    """The measurements of one layer of one sample.
 
     Attributes:
-        groups: what every configuration keeps.
+        groups: kept sets of every configuration.
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
-        lost: of the first step, name -> (config, head, lost_entry), or (head,) for C.
+        lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for C.
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
@@ -90,58 +87,59 @@ class LayerResult:
     attention: list[Tensor]
 
 
-def order(found: Sequence[AnyGroup]) -> list[int]:
-    """The configurations as groups list them: the same in all layers."""
-    return [place for group in found for place in group.config_indices]
+def config_order(groups: Sequence[AnyGroup]) -> list[int]:
+    """Return the configurations in the order of the groups, which is the same in all layers."""
+    return [index for group in groups for index in group.config_indices]
 
 
 def measure_layer(sample: SampleRun, index: int) -> LayerResult:
-    """Select for every configuration in one layer, and measure what that alone changes at every step."""
+    """Select for every configuration in one layer, and measure the isolated change at every step."""
     layer, full, configs, n = sample.layer(index), sample.full.steps, sample.run.configs, sample.tokens
     heads, keys = sample.adapter.heads, layer.keys
-    weights = [layer.weights(one) for one in full]
-    attention = [seen for seen, _ in weights]
+    weights = [layer.weights(step) for step in full]
+    attention = [entries for entries, _ in weights]
     with phase("select"):
-        found: list[AnyGroup] = [
+        groups: list[AnyGroup] = [
             *layer.groups(configs, attention[0]),
-            *page_reading.groups(layer, configs, [one.query[index][0] for one in full]),
+            *page_reading.read_page_groups(layer, configs, [step.query[index][0] for step in full]),
         ]
-        along = sparse_prefill.line_groups(layer, configs)
+        sparse_groups = sparse_prefill.line_groups(layer, configs)
     decoded_norms = layer_norms(layer.values[:, n:], layer.projection, sample.resources)
     norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
     summands = theory.stack_summands(layer.values, norms)
     steps = [
-        measure.reference(step, summands.first_entries(step.shape[-1]), layer.slices, sink) for step, sink in weights
+        measure.layer_reference(step, summands.first_entries(step.shape[-1]), layer.slices, sink)
+        for step, sink in weights
     ]
-    added = ordered_lost(attention[0], norms[:, : attention[0].shape[-1]], n)
-    parts, gone = [], []
+    ranked = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
+    parts, evicted = [], []
     working = working_bytes(keys.device, sample.resources.chunk_bytes)
-    for group, rows in _parts(found, heads * keys.shape[1], working):
+    for group, rows in _split_groups(groups, heads * keys.shape[1], working):
         masks = _masks(group, rows, heads, len(steps))
-        alphas = _every_alpha(layer, configs, group, rows)
-        parts.append([measure.isolated(step, own, alphas) for step, own in zip(steps, masks, strict=True)])
-        gone.append(largest_lost(added, masks[0].kept))
-    for lines in along:
-        alphas = _every_alpha(layer, configs, lines, slice(None))
-        parts.append([sparse_prefill.isolated_by_lines(layer, lines, summands, alphas)])
-        gone.append(largest_lost(added, lines.decoding_mask(heads)))
-    isolated = [_joined(step) for step in zip(*parts, strict=True)]
-    if along:
+        alphas = _alpha_per_head(layer, configs, group, rows)
+        parts.append([measure.isolated_quantities(step, mask, alphas) for step, mask in zip(steps, masks, strict=True)])
+        evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
+    for lines in sparse_groups:
+        alphas = _alpha_per_head(layer, configs, lines, slice(None))
+        parts.append([sparse_prefill.isolated_along_lines(layer, lines, summands, alphas)])
+        evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
+    isolated = [_join_configs(step) for step in zip(*parts, strict=True)]
+    if sparse_groups:
         isolated[0] |= _largest_floors([step[0] for step in parts])
-    most = _joined(gone) | {"weighted_norm": steps[0].total}
-    return LayerResult([*found, *along], isolated, most, attention if "outputs" in sample.run.save else [])
+    lost = _join_configs(evicted) | {"weighted_norm": steps[0].total}
+    return LayerResult([*groups, *sparse_groups], isolated, lost, attention if "outputs" in sample.run.save else [])
 
 
-def _parts(found: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
-    """As many configurations at once as fit the working memory."""
+def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
+    """Return the groups split into as many configurations at once as fit the working memory."""
     size = max(1, working // (_ENTRY_BYTES * entries))
     return (
-        (group, slice(start, start + size)) for group in found for start in range(0, len(group.config_indices), size)
+        (group, slice(start, start + size)) for group in groups for start in range(0, len(group.config_indices), size)
     )
 
 
 def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
-    """What is looked at in each step: what stays, or the pages that the step's query chooses."""
+    """Return the masks of the attended entries per step: the kept sets, or the pages that the step's query selects."""
     if isinstance(group, PageGroup):
         return [_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
     return [_per_query_head(group.kept_sets(rows), heads)] * steps
@@ -154,26 +152,21 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     return LayerMasks(sets.kept.repeat_interleave(sharing, dim=1), sets.stage1.repeat_interleave(sharing, dim=1))
 
 
-def _every_alpha(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
+def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
     """Return α (config, head) of some of a group's configurations."""
-    shares = [_alphas(configs[place], layer.index, layer.adapter.heads, group) for place in group.config_indices[rows]]
-    return to_device(shares, layer.keys.device, theory.WORK)
-
-
-def _alphas(config: ResolvedConfig, layer: int, heads: int, group: AnyGroup) -> list[float]:
-    """α of each query head: that of its kept set."""
-    sharing = heads // group.kept_heads
-    return [share for share in config.alphas(layer, group.kept_heads) for _ in range(sharing)]
+    shares = [configs[index].alphas(layer.index, group.kept_heads) for index in group.config_indices[rows]]
+    per_kept_set = to_device(shares, layer.keys.device, theory.WORK)
+    return per_kept_set.repeat_interleave(layer.adapter.heads // group.kept_heads, dim=1)
 
 
 def _largest_floors(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Noise floors of the decode step and of the prompt's queries: one for all, the larger is the careful one."""
+    """Return the larger of the noise floors of the decode step and of the prompt's queries, as the careful choice."""
     floors = [name for name, tensor in parts[0].items() if tensor.ndim == 1]
     return {name: torch.stack([part[name] for part in parts]).amax(dim=0) for name in floors}
 
 
-def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One dictionary of all configurations; noise floors, which all parts measured, from the first."""
+def _join_configs(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the parts as one dictionary of all configurations; noise floors, which all parts have, from the first."""
     return {
         name: torch.cat([part[name] for part in parts]) if first.ndim > 1 else first for name, first in parts[0].items()
     }

@@ -1,4 +1,4 @@
-"""From decoded runs to the arrays of a trace: isolated quantities per layer, propagated ones per step.
+"""Isolated quantities per layer and propagated ones per step, from decoded runs.
 
 Row 0 of an evicted batch keeps everything: it is the noise floor; row c + 1 is configuration c.
 """
@@ -35,16 +35,16 @@ class LayerMasks:
 
 @dataclass(frozen=True)
 class Reference:
-    """One layer at one step of the full run, as far as all configurations share it.
+    """The quantities of one layer and step of the full run that all configurations share.
 
     Attributes:
         attention: A of the decoding query over the prompt and the tokens decoded so far.
-        summands: of these entries.
+        summands: summands of these entries.
         whole: Σ A V.
         slices: W_O^h of every head.
         output: o_h = Σ A V W_O^h.
         total, smallest: C = Σ A ν and M = min ν.
-        largest: the largest attention that any 0, 1, 2, … entries hold, the sink beside them.
+        largest: the largest attention mass of any 0, 1, 2, … entries, including the sink.
         sink: weight of each head's sink, which always stays; 0 where there is none.
     """
 
@@ -59,13 +59,13 @@ class Reference:
     sink: Float[Tensor, " head"]
 
 
-def reference(
+def layer_reference(
     attention: Float[Tensor, "head key"],
     summands: Summands,
     slices: Float[Tensor, "head d_head d_model"],
     sink: Float[Tensor, " head"],
 ) -> Reference:
-    """What the isolated quantities of a layer and step start from; `summands` may be a view of more entries."""
+    """Return the reference of the isolated quantities of a layer and step."""
     everything = summands.sums(attention.unsqueeze(0))
     return Reference(
         attention=attention,
@@ -80,64 +80,66 @@ def reference(
     )
 
 
-def isolated(given: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]) -> dict[str, Tensor]:
-    """Perturbation, bounds and Assumption 1 of one layer and step, each (config, head), and noise floors (head,).
+def isolated_quantities(
+    reference: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]
+) -> dict[str, Tensor]:
+    """Return perturbation, bounds and Assumption 1 of a layer and step, each (config, head), and noise floors (head,).
 
-    Both sides are summed from the same query, keys and values, so that only `WORK`'s rounding stands between them.
+    Both sides are sums of the same query, keys and values, so that they differ by the rounding of `WORK` alone.
     """
-    decoded = given.attention.shape[-1] - masks.kept.shape[-1]
+    decoded = reference.attention.shape[-1] - masks.kept.shape[-1]
     everything = torch.ones_like(masks.kept[:1])
     both = _with_decoded(torch.cat([everything, masks.kept]), decoded)
-    kept = theory.kept_sums(given.attention, given.summands, both, given.sink)
-    no_values = given.summands.without_values()  # the bounds of stage 1 need no mixture
-    stage1 = theory.kept_sums(given.attention, no_values, _with_decoded(masks.stage1, decoded), given.sink)
-    moved = theory.isolated_perturbation(given.whole, kept.mixed, kept.mass, given.slices, given.output)
+    kept = theory.kept_sums(reference.attention, reference.summands, both, reference.sink)
+    no_values = reference.summands.without_values()  # the bounds of stage 1 need no mixture
+    stage1 = theory.kept_sums(reference.attention, no_values, _with_decoded(masks.stage1, decoded), reference.sink)
+    moved = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
-    limits = theory.bounds(given.total, given.smallest, own, stage1)
+    limits = theory.bounds(reference.total, reference.smallest, own, stage1)
     counts = round_down_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
-        **_floors("noise_floor_isolated", moved, given.output, WORK),
-        **_configurations("perturbation_isolated", moved),
+        **_floor_variables("noise_floor_isolated", moved, reference.output, WORK),
+        **_distance_variables("perturbation_isolated", moved),
         "theta": limits.theta,
         "theta_hat": limits.theta_hat,
         "theta_hat_relax": limits.theta_hat_relax,
         "sigma_stage1": limits.sigma_stage1,
         "retained_mass": limits.retained_mass,
-        "sigma_topk": theory.sigma_topk(given.largest, counts),
+        "sigma_topk": theory.sigma_topk(reference.largest, counts),
     }
 
 
-def _configurations(name: str, found: Distances, first: str = "") -> dict[str, Tensor]:
-    """What the configurations showed, by its variables' names; `first` ends the name of the L1 distance."""
-    return {name + first: found.l1[1:], f"{name}_l2": found.l2[1:], f"{name}_cosine": found.cosine[1:]}
+def _distance_variables(name: str, distances: Distances, first: str = "") -> dict[str, Tensor]:
+    """Return the configurations' distances by variable name; `first` ends the name of the L1 distance."""
+    return {name + first: distances.l1[1:], f"{name}_l2": distances.l2[1:], f"{name}_cosine": distances.cosine[1:]}
 
 
-def _floors(
-    name: str, found: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
+def _floor_variables(
+    name: str, distances: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
 ) -> dict[str, Tensor]:
-    """What row 0 showed, and at least one rounding of `full`, with which it was compared, by the floors' names."""
-    floors = theory.noise_floors(Distances(found.l1[0], found.l2[0], found.cosine[0]), full, inputs)
+    """Return the noise floors by variable name: the distances of row 0, at least one rounding of `full`."""
+    floors = theory.noise_floors(Distances(distances.l1[0], distances.l2[0], distances.cosine[0]), full, inputs)
     return {name: floors.l1, f"{name}_l2": floors.l2, f"{name}_cosine": floors.cosine}
 
 
-def _norms(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
-    """L1 and L2 norm of what was compared with."""
+def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
+    """Return the L1 and L2 norms of the reference by variable name."""
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
 
 def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
-    """Every configuration keeps the tokens decoded so far."""
+    """Return the masks extended by the tokens decoded so far, which every configuration keeps."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
 
-def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Perturbation of heads, drift of layers and of the logits in one step; layers stacked behind `config`.
+def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
+    """Return perturbation of heads, drift of layers and of logits in one step; layers are stacked behind `config`.
 
-    Everything ends on the device of the logits, which is not waited for.
+    Results are on the device of the logits; nothing waits for it.
     """
     device, inputs = evicted.logits.device, adapter.dtype
     layers = [
-        _heads(adapter, layer, *outputs)
+        _head_variables(adapter, layer, *outputs)
         for layer, outputs in enumerate(zip(full.head_output, evicted.head_output, strict=True))
     ]
     heads = {
@@ -145,41 +147,41 @@ def propagated(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[
         for name in layers[0]
     }
     states = stack_on_device(device, [layer[0] for layer in full.hidden])
-    hidden = _drift("hidden", states, stack_on_device(device, evicted.hidden, dim=1), inputs)
-    final = _drift("final", full.final[0], evicted.final, inputs)
-    norms = _norms("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
-    return heads | hidden | final | norms | _logits(full, evicted, inputs)
+    hidden = _drift_variables("hidden", states, stack_on_device(device, evicted.hidden, dim=1), inputs)
+    final = _drift_variables("final", full.final[0], evicted.final, inputs)
+    norms = _norm_variables("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
+    return heads | hidden | final | norms | _logit_variables(full, evicted, inputs)
 
 
-def _heads(
+def _head_variables(
     adapter: Adapter,
     layer: int,
     full: Float[Tensor, "1 head d_head"],
     evicted: Float[Tensor, "row head d_head"],
 ) -> dict[str, Tensor]:
-    """One layer's perturbation, its noise floor, and the norms of the full output."""
+    """Return one layer's propagated perturbation, its noise floor, and the norms of the full output."""
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
     output, moved = theory.propagated_perturbation(full[0], evicted, slices)
     return (
-        _floors("noise_floor", moved, output, adapter.dtype)
-        | _configurations("perturbation_propagated", moved)
-        | _norms("output_norm", output)
+        _floor_variables("noise_floor", moved, output, adapter.dtype)
+        | _distance_variables("perturbation_propagated", moved)
+        | _norm_variables("output_norm", output)
     )
 
 
-def _drift(
+def _drift_variables(
     name: str,
     full: Float[Tensor, "*layer d_model"],
     evicted: Float[Tensor, "row *layer d_model"],
     inputs: torch.dtype,
 ) -> dict[str, Tensor]:
-    found = theory.drift(full, evicted)
-    floors = _floors(f"{name}_noise_floor", found, full.to(WORK), inputs)
-    return floors | _configurations(f"{name}_drift", found, first="_l1")
+    distances = theory.drift(full, evicted)
+    floors = _floor_variables(f"{name}_noise_floor", distances, full.to(WORK), inputs)
+    return floors | _distance_variables(f"{name}_drift", distances, first="_l1")
 
 
-def _logits(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
-    """The floor of KL is at least one rounding of a log-probability of 1 nat."""
+def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
+    """Return the logits' divergence; the noise floor of KL is at least one rounding of a log-probability of 1 nat."""
     divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
     rounding = torch.full_like(divergence[0], torch.finfo(inputs).eps)
     return {
@@ -190,7 +192,7 @@ def _logits(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[
 
 
 def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Head outputs and hidden states themselves, for `--save outputs`."""
+    """Return head outputs and hidden states, for `--save outputs`."""
     device = evicted.logits.device
     return {
         "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),
@@ -201,5 +203,5 @@ def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
 
 
 def to_numpy(tensor: Tensor, dtype: str) -> NDArray[Any]:
-    """A tensor as a NumPy array of a trace variable's type."""
+    """Return a tensor as a NumPy array of a trace variable's type."""
     return tensor.cpu().numpy().astype(np.dtype(dtype))

@@ -1,7 +1,4 @@
-"""Prefill a prompt and keep, per layer, what eviction needs: scores and value norms.
-
-The model's own rotations of positions, before and after the prompt, made once for all layers of a prompt.
-"""
+"""Prefill of a prompt with the statistics that eviction needs per layer, scores and value norms among them."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache import stand_in
-from perturbkv.cache.compact import full_cache, windows
+from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -39,30 +36,30 @@ from perturbkv.selection.sparse_lines import Positions
 from perturbkv.selection.sparse_lines import remembered_positions as wanted_queries
 from perturbkv.theory import WORK
 
-TURNED = ("unrotated", "rotations")
-"""Needs of scores that ask for rotations."""
+ROTATION_NEEDS = ("unrotated", "rotations")
+"""Needs of scores for which rotations are computed."""
 
 
 class Rotations:
-    """Cosines and sines of a range of positions as the model has them, rounded to its type.
+    """The model's cosines and sines for ranges of positions, rounded to its type.
 
-    A copy of the model's module is asked, because some kinds (dynamic NTK, LongRoPE) change their frequencies when they
-    are asked for later positions: the prompt's decoding would go on with those.
+    They come from a copy of the model's module, because some kinds (dynamic NTK, LongRoPE) change their frequencies for
+    later positions, and decoding would continue with those.
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter, self._made = adapter, dict[range, Rotation]()
 
     def __call__(self, positions: range) -> Rotation:
-        """Of these positions, made when first asked for."""
+        """Return the rotation of these positions, computed once."""
         if positions not in self._made:
             self._made[positions] = self._rotation(positions)
         return self._made[positions]
 
     def _rotation(self, positions: range) -> Rotation:
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
-        places = torch.tensor(positions, device=like.device).unsqueeze(0)
-        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, places, *self._adapter.rotary_kind)
+        position_ids = torch.tensor(positions, device=like.device).unsqueeze(0)
+        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
         twice = 2 * len(self._adapter.frequencies) // cosine.shape[-1]  # some modules give each pair's angle once
         return Rotation(cosine[0].repeat(1, twice), sine[0].repeat(1, twice))
 
@@ -70,26 +67,25 @@ class Rotations:
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
 ]
-"""From a layer, its full keys and its full values to what is kept of them, by whoever decides that outside."""
+"""Function from a layer's index, full keys and full values to a kept set that is chosen outside."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What selections may look at of one prompt, layer by layer as the prefill goes on; nothing of size n × n.
+    """The statistics of one prompt for selections, filled layer by layer during the prefill; nothing of size n × n.
 
     Attributes:
         sample: the sample's id.
         tokens: n.
-        kv_heads, layers: of the model.
+        kv_heads, layers: numbers of the model.
         scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: per layer ν (head, n).
-        euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration looks at it.
+        euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
         head_scores: given scores of all query heads; empty where there are none.
-        given: of each configuration whose kept sets come from outside, what they are.
-        made: what budgets that look at all layers were made of.
-        mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), where what went is
-            corrected for.
-        queries: positions -> per layer their queries after rotation (head, query, d_head), for who looks along lines.
+        given: configuration whose kept sets come from outside -> their source.
+        made: cached results of `of_model`.
+        mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), for corrections.
+        queries: positions -> per layer their queries after rotation (head, query, d_head), for sparse prefills.
     """
 
     sample: str
@@ -113,12 +109,12 @@ class Statistics:
         value: Float[Tensor, "kv_head key d_head"],
         realised: Tensor | None = None,
     ) -> list[Group]:
-        """What every configuration keeps of one layer's n entries, whose keys and values are these."""
+        """Return what every configuration keeps of one layer's n entries, given their keys and values."""
         given = {config: self.given[config](layer, key, value) for config in configs if config in self.given}
         return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
-        """One layer's scores for a configuration; those with the same score share theirs.
+        """Return a function from a configuration to its scores in one layer, computed once per score.
 
         `realised` is A of the first decoding query, where it is known.
         """
@@ -127,16 +123,16 @@ class Statistics:
     def _scores_of(
         self, made: dict[tuple[ScoreRequest, ...], Scores], layer: int, realised: Tensor | None, config: ResolvedConfig
     ) -> Scores:
-        wanted = all_asked(config)
+        wanted = requested_scores(config)
         if wanted not in made:
             scores, *first = (self.scored[one][layer] for one in wanted)
-            made[wanted] = Scores(self._of(scores, first[0] if first else None, layer, realised))
+            made[wanted] = Scores(self._layer_statistics(scores, first[0] if first else None, layer, realised))
         return made[wanted]
 
     def model_wide(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
-        """What `make` gives of the competing scores of all layers, once for each key, score and number of kept sets.
+        """Return `make` of the competing scores of all layers, computed once per key, score and number of kept sets.
 
         Entries at both ends, which stay anyway, are left out.
         """
@@ -151,7 +147,7 @@ class Statistics:
         scores = self.scores(layer)(config).competing_scores(config, ends)
         return scores[:, ends.competing_slice(scores.shape[-1])]
 
-    def _of(
+    def _layer_statistics(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
     ) -> LayerStatistics:
         norms = self.norms[layer][:, : accumulated.shape[1]]
@@ -174,8 +170,8 @@ class Statistics:
 class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
-    `finite` knows of every layer, the final norm and the logits whether they were; nothing was raised yet.
-    `windows` are what layers that are not measured held of the prompt.
+    `finite` has checked every layer, the final norm and the logits, and raised nothing yet. `windows` are the prompt's
+    entries in layers that are not measured.
     """
 
     cache: Cache
@@ -185,24 +181,24 @@ class Prefill:
     windows: Mapping[int, Window] = field(default_factory=dict)
 
 
-def asked(config: ResolvedConfig) -> ScoreRequest:
-    """What is computed for a configuration."""
-    return all_asked(config)[0]
+def requested_score(config: ResolvedConfig) -> ScoreRequest:
+    """Return the score that is computed for a configuration, with its window."""
+    return requested_scores(config)[0]
 
 
-def all_asked(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
-    """The same, and what a stage 1 of its own ranks by, where its policy has one."""
-    found = (config.system.score, config.system.first_stage)
-    return tuple(ScoreRequest(score.unpooled(), config.window) for score in found if score is not None)
+def requested_scores(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
+    """Return the score of a configuration and that of its first stage, where its policy has one of its own."""
+    scores = (config.system.score, config.system.first_stage)
+    return tuple(ScoreRequest(score.unpooled(), config.window) for score in scores if score is not None)
 
 
 @runtime_checkable
 class Visitor(Protocol):
-    """Gets every layer of a prompt as it was read; `whole` says whether the full cache stays until the last one."""
+    """A callback for every layer of a prefill; `whole` tells whether the full cache stays until the last one."""
 
     whole: bool
 
-    def visit(self, found: Statistics, seen: LayerView) -> None:
+    def visit(self, statistics: Statistics, view: LayerView) -> None:
         """Take a layer, with the statistics of those read so far."""
 
 
@@ -215,64 +211,66 @@ def prefill(
     given: Mapping[ResolvedConfig, Source] = MappingProxyType({}),
     visitor: Visitor | None = None,
 ) -> Prefill:
-    """Read what is compressed of a prompt, once; `given` says what configurations keep that do not rank.
+    """Read the part of a prompt that is compressed, once; `given` are the sources of kept sets from outside.
 
-    With a `visitor` no full cache is kept unless it asks for the whole: a layer's keys and values are let go when the
-    layer is done. Scores that look at a replay come last.
+    With a `visitor` whose `whole` is false, a layer's keys and values are freed when the layer is done. Scores that
+    need a replay are computed last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
-    wanted: dict[ScoreRequest, list[Tensor]] = {one: [] for config in ranked for one in all_asked(config)}
+    wanted: dict[ScoreRequest, list[Tensor]] = {one: [] for config in ranked for one in requested_scores(config)}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
-    found = Statistics(sample, *shape, wanted, [], run.head_scores, given)
-    found.mean_queries.update((window, []) for window in stand_in.windows(configs))
-    found.queries.update((asked, []) for asked in wanted_queries(configs, len(token_ids), sample))
+    statistics = Statistics(sample, *shape, wanted, [], run.head_scores, given)
+    statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
+    statistics.queries.update((positions, []) for positions in wanted_queries(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
-    reading = _Reading(adapter, found, resources, visitor, euclidean)
+    reading = _PromptReader(adapter, statistics, resources, visitor, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reading.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
-    reading.finite.look(LOGITS, logits)
-    replay_scores(adapter, token_ids, reading.cache, found.scored, sample, reading.finite)
-    held = windows(adapter, reading.cache)
-    return Prefill(reading.cache, logits[0, -1], found, reading.finite, held)
+    reading.finite.check(LOGITS, logits)
+    replay_scores(adapter, token_ids, reading.cache, statistics.scored, sample, reading.finite)
+    windows = sliding_windows(adapter, reading.cache)
+    return Prefill(reading.cache, logits[0, -1], statistics, reading.finite, windows)
 
 
-class _Reading:
-    """Fills the statistics while a prompt runs through the model, layer by layer; its full cache, or nothing of it."""
+class _PromptReader:
+    """The callbacks that fill the statistics while a prompt runs through the model, layer by layer."""
 
     def __init__(
-        self, adapter: Adapter, found: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
+        self, adapter: Adapter, statistics: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
     ) -> None:
-        self.adapter, self.found, self.resources, self.visitor = adapter, found, resources, visitor
+        self.adapter, self.statistics, self.resources, self.visitor = adapter, statistics, resources, visitor
         self.by_length = euclidean
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
-        self.wanted = [wanted for wanted in found.scored if wanted.score.replay is None]
+        self.wanted = [wanted for wanted in statistics.scored if wanted.score.replay is None]
         self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
         self.input: Tensor | None = None
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
-        """What the model calls."""
-        entering = self._entering if "hidden" in self.needs else None
-        return Observer(attention=self._attention, hidden=self._hidden, final=self._final, entering=entering)
+        """Return the callbacks for the model."""
+        attention_input = self._entering if "hidden" in self.needs else None
+        return Observer(
+            attention=self._attention, hidden=self._hidden, final=self._final, attention_input=attention_input
+        )
 
     def _entering(self, layer: int, hidden: Tensor) -> None:
         self.input = hidden[0]
 
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         view = self._view(layer, query[0], key[0], value[0])
-        self.found.norms.append(view.norms)
+        self.statistics.norms.append(view.norms)
         if self.by_length:
             self._euclidean(view)
-        for window, means in self.found.mean_queries.items():
+        for window, means in self.statistics.mean_queries.items():
             means.append(query[0, :, -window:].to(WORK).mean(dim=1))
-        for positions, queries in self.found.queries.items():
+        for positions, queries in self.statistics.queries.items():
             queries.append(query[0][:, to_device(positions, query.device)])
         with phase("scores"):
             self._score(view)
         if self.visitor is not None:
-            self.visitor.visit(self.found, view)
+            self.visitor.visit(self.statistics, view)
 
     def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
         projection = self.adapter.output_projection(layer)
@@ -286,27 +284,27 @@ class _Reading:
             projection=projection,
             scale=self.adapter.scale(layer),
             layer=layer,
-            layers=self.found.layers,
-            sample=self.found.sample,
+            layers=self.statistics.layers,
+            sample=self.statistics.sample,
             window=0,
             attention_input=self.input,
-            rotary=None if self.needs.isdisjoint(TURNED) else self.rotations,
+            rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else self.rotations,
             sinks=self.adapter.sinks(layer),
         )
 
     def _euclidean(self, view: LayerView) -> None:
         with phase("norms"):
-            found = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
-        self.found.euclidean.append(found)
+            norms = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
+        self.statistics.euclidean.append(norms)
 
     def _score(self, view: LayerView) -> None:
-        """Every score of the layer; those of one window share what it shows."""
+        """Compute every score of the layer; those of one window share its view."""
         for window in dict.fromkeys(wanted.window for wanted in self.wanted):
-            own = [wanted.score for wanted in self.wanted if wanted.window == window]
-            for score, made in layer_scores(view.with_window(window), own, self.resources.chunk_bytes).items():
+            scores = [wanted.score for wanted in self.wanted if wanted.window == window]
+            for score, rows in layer_scores(view.with_window(window), scores, self.resources.chunk_bytes).items():
                 index = self.adapter.layer_indices[view.layer]
-                self.finite.made(f"the scores '{score.display_name}' of layer {index}", made)
-                self.found.scored[ScoreRequest(score, window)].append(made)
+                self.finite.check_derived(f"the scores '{score.display_name}' of layer {index}", rows)
+                self.statistics.scored[ScoreRequest(score, window)].append(rows)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
         self.finite(self.adapter.layer_indices[layer], hidden)
@@ -315,9 +313,9 @@ class _Reading:
             held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
 
     def _final(self, output: Tensor) -> None:
-        self.finite.look(FINAL_NORM, output)
+        self.finite.check(FINAL_NORM, output)
 
 
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
-    """ν of a layer's values, computed as the run asks for."""
+    """Return ν of a layer's values, with the run's kernel."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

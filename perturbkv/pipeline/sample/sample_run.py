@@ -1,4 +1,4 @@
-"""One prompt of a run: read once, and decoded from its full cache, which every configuration is compared with."""
+"""One prompt of a run: its prefill and its decode steps from the full cache, the reference of all configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
-from perturbkv.pipeline.sample.decoding import StepRecord, decode_full, steps_of_text
+from perturbkv.pipeline.sample.decoding import StepRecord, count_text_steps, decode_full
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, prefill
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
@@ -23,12 +23,12 @@ from perturbkv.selection.resolved_config import ResolvedRun
 
 @dataclass(frozen=True, eq=False)
 class FullRun:
-    """Decode steps from the full cache, as far as the text goes.
+    """The decode steps from the full cache, up to the end of the text.
 
     Attributes:
-        steps: records of them.
+        steps: their records.
         tokens: the tokens that they decode, the first of them the greedy choice after the prompt.
-        rows: identical rows of the batch that they were decoded in.
+        rows: number of identical rows of the batch that they were decoded in.
     """
 
     steps: list[StepRecord]
@@ -40,19 +40,19 @@ def full_run(adapter: Adapter, before: Prefill, question: Sequence[int], steps: 
     """Decode the question and at most `steps` steps from the full cache, which grows by all of them."""
     with phase("reference"):
         records, tokens = decode_full(adapter, before, question, steps, rows)
-        measured = steps_of_text(tokens, end_tokens(adapter))
+        measured = count_text_steps(tokens, end_tokens(adapter))
         return FullRun(records[:measured], tokens[:measured], rows)
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRun:
-    """A prompt that was read and decoded from its full cache.
+    """A prompt with its prefill and its reference from the full cache.
 
     Attributes:
         adapter: the model.
-        run: what is measured.
+        run: the run and its configurations.
         resources: memory and kernels.
-        prompt: what is read.
+        prompt: the prompt.
         prefill: its full cache and the statistics of its context.
         full: the reference.
     """
@@ -76,7 +76,7 @@ class SampleRun:
     ) -> SampleRun:
         """Read a prompt and decode the reference in a batch of `rows`; `masks` are kept sets from outside.
 
-        Raises what `sources` raises, and DatasetError for a prompt that the scenario cannot take apart.
+        Raises what `sources` raises, and DatasetError for a prompt that the scenario cannot split.
         """
         context, question = prompt.parts(run.scenario)
         before = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))

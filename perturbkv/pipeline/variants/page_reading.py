@@ -1,4 +1,4 @@
-"""Configurations that read pages, from what a prefill knows of a layer: what they read, and their rows of a cache."""
+"""Configurations that attend to selected pages: the pages they select per step, and their rows of a cache."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from perturbkv.selection.page_selection import PagedLayer, PageGroup, PageReader
 from perturbkv.selection.resolved_config import ResolvedConfig
 
 
-def groups(
+def read_page_groups(
     layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
 ) -> list[PageGroup]:
-    """Return what the configurations that read pages read in one layer at each step, whose query is given."""
-    return page_groups(configs, _paged(layer), queries, layer.tokens)
+    """Return the entries that page-reading configurations attend to in one layer, for each step's query."""
+    return page_groups(configs, _page_maker(layer), queries, layer.tokens)
 
 
-def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
-    """Return the rows of those that read pages, by index: the layer's own entries, borrowed, and who chooses of them.
+def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
+    """Return the cache rows of page-reading configurations: the layer's entries, borrowed, with a reader.
 
-    A budget that covers the prompt reads everything, as the run does that keeps everything.
+    Where the budget covers the prompt there is no reader, as in the row that keeps everything.
     """
-    paged, n = _paged(layer), layer.tokens
+    paged, n = _page_maker(layer), layer.tokens
     whole = borrow(layer.prompt_keys, layer.prompt_values)
     made = {}
     for index, config in configs.items():
@@ -36,8 +36,8 @@ def rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, K
     return made
 
 
-def _paged(layer: FullLayer) -> PagesOfConfig:
-    """Return what gives the layer in pages, made once for each size of them and each window."""
+def _page_maker(layer: FullLayer) -> PagesOfConfig:
+    """Return a function from a configuration to the layer in pages, computed once per page size and window."""
     made: dict[tuple[int, int], PagedLayer] = {}
 
     def of(config: ResolvedConfig) -> PagedLayer:

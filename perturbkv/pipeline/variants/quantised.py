@@ -1,7 +1,7 @@
-"""Isolated perturbation of kept entries in few bits: same query, and one layer's kept set as the cache stores it.
+"""Isolated perturbation of quantised kept entries: the same query, and one layer's kept set as the cache stores it.
 
-Quantised keys change every weight, so that A' is the softmax over the kept entries' own logits, and no N⊙A / ΣNA: what
-bounds the loss of eviction alone (θ, θ̂) does not bound this.
+Quantised keys change every weight, so that A' is the softmax over the kept entries' own logits and not N⊙A / ΣNA: the
+bounds of eviction alone (θ, θ̂) do not hold for it.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.full_layer import FullLayer
 
-NAMES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine")
+ISOLATED_VARIABLES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine")
 
 
-def look(check: FiniteCheck, layer: int, entries: KeptEntries) -> None:
-    """Look at what a decoder layer stores in few bits: 16-bit scales and minima do not hold every number."""
+def check_finite(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
+    """Check the quantised entries of a decoder layer, as 16-bit scales and minima cannot hold every number."""
     for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
-        check.look(f"the quantised {kind} of layer {layer}", numbers)
+        finite.check(f"the quantised {kind} of layer {layer}", numbers)
 
 
-def isolated(layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
-    """Return, per configuration, (step, name, head): distances of each head's output in one layer, as in `NAMES`.
+def isolated_perturbations(
+    layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, KeptEntries]
+) -> dict[int, Tensor]:
+    """Return, per configuration, (step, name, head): distances of each head's output in one layer.
 
-    `rows` are what each configuration stores of the prompt's entries.
+    Names are `ISOLATED_VARIABLES`; `rows` are the prompt's entries as each configuration stores them.
     """
     steps = [_step(layer, step, rows) for step in full] if rows else []
-    return {place: torch.stack([step[place] for step in steps]) for place in rows}
+    return {index: torch.stack([step[index] for step in steps]) for index in rows}
 
 
 def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
     query, own, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
     keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
     mixed = theory.attention_output(query, keys, values, *own)
-    output, found = theory.project_outputs(mixed, slices), {}
-    for place, entries in rows.items():
-        there = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
-        changed = theory.attention_output(query, *there[:2], *own, present=there[2])
+    output, result = theory.project_outputs(mixed, slices), {}
+    for index, entries in rows.items():
+        cached = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
+        changed = theory.attention_output(query, *cached[:2], *own, present=cached[2])
         moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
-        found[place] = torch.stack([moved.l1, moved.l2, moved.cosine])
-    return found
+        result[index] = torch.stack([moved.l1, moved.l2, moved.cosine])
+    return result
 
 
 def _with_decoded(entries: KeptEntries, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values (kept_head, entry, d_head) of kept sets, decoded tokens behind them, and which are there."""
+    """Return keys and values (kept_head, entry, d_head) of kept sets, then of decoded tokens, and a mask of entries."""
     sets, sharing = entries.sets(), len(entries.lengths) // len(keys)
     kept = [pad_sequence(list(kind), batch_first=True) for kind in zip(*sets, strict=True)]
     decoded = [kind.repeat_interleave(sharing, dim=0) for kind in (keys, values)]

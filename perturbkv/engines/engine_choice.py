@@ -1,10 +1,9 @@
-"""The engine that a user chose: this process, or a pool of workers that keep their model from one run to the next."""
+"""Choice of the engine: this process, or a pool of workers that keep their model from one run to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,11 +14,11 @@ from perturbkv.engines import processes
 from perturbkv.engines import ray as actors
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.scheduler import Crew, Scheduler
-from perturbkv.engines.work_items import Done, Failed, answering, measuring
+from perturbkv.engines.work_items import Done, Failed, answer_work, measure_work
 from perturbkv.engines.worker import ModelSpec
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import pick_device
-from perturbkv.pipeline.answers.answered import answered
+from perturbkv.pipeline.answers.answer_rows import answer_prompt
 from perturbkv.pipeline.answers.generation import AnswerOptions
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Finished, Missing
@@ -27,44 +26,42 @@ from perturbkv.pipeline.sample.one_sample import trace
 from perturbkv.trace import FailedSample, SampleTrace
 
 
-class Here:
-    """The engine of this process, which measures one sample after the other."""
+class LocalEngine:
+    """The engine of this process, which measures one sample after the other with one model.
+
+    Args:
+        plans: every run that will be measured, all of one model; memory is needed for the caches of the one that
+            takes most. Empty: the first one measured.
+    """
+
+    def __init__(self, plans: Sequence[Plan] = ()) -> None:
+        self._plans = plans
+        self._model: Adapter | None = None
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """Measure the samples in their order. Raises ModelError where the model cannot be loaded."""
         todo = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
         wanted = {name: tuple(configs) for name, configs in missing.items()}
 
-        def measured(sample: SampleTrace | FailedSample) -> None:
+        def pass_on(sample: SampleTrace | FailedSample) -> None:
             finished(sample, wanted[sample.sample_id])
 
-        trace(planned.model(), todo, planned.resolved, planned.resources, measured, wanted)
-
-
-class HereTogether:
-    """The engine of this process for several runs of one model, loaded once, when the first of them lacks a sample."""
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self._largest = max(plans, key=Plan.caches_bytes)
-        self._model: Adapter | None = None
-
-    def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure as `Here` does; memory is needed for the caches of the run that takes most."""
-        Here().measure(replace(planned, loaded=self._loaded()), missing, finished)
+        trace(self._load(planned), todo, planned.resolved, planned.resources, pass_on, wanted)
 
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
         """Answer prompts in their order; `done` gets each answer. Raises what the pipeline's `answer` raises."""
         for prompt in prompts:
-            done(prompt, answered(self._loaded(), prompt, planned.resolved, options, planned.resources))
+            done(prompt, answer_prompt(self._load(planned), prompt, planned.resolved, options, planned.resources))
 
     def alive(self) -> str:
         """Return an empty text: there are no workers."""
         return ""
 
-    def _loaded(self) -> Adapter:
-        self._model = self._model or self._largest.model()
+    def _load(self, planned: Plan) -> Adapter:
+        if self._model is None:
+            self._model = max(self._plans or [planned], key=Plan.caches_bytes).model()
         return self._model
 
 
@@ -84,20 +81,20 @@ class WorkerEngine:
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """Measure what is missing, the longest prompts first. Raises what a worker raises, and WorkerError."""
-        self._scheduler.run(measuring(planned, self._model, missing, finished, self._shares), self._timeout)
+        self._scheduler.run(measure_work(planned, self._model, missing, finished, self._shares), self._timeout)
 
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
         """Answer prompts, the longest first; `done` or `failed` gets each. Raises as `measure`."""
-        self._scheduler.run(answering(planned, self._model, options, prompts, done, failed), self._timeout)
+        self._scheduler.run(answer_work(planned, self._model, options, prompts, done, failed), self._timeout)
 
     def alive(self) -> str:
         """Return the workers for a progress bar: `7 of 8 workers`."""
         return self._scheduler.alive()
 
 
-class Measuring(Engine, Protocol):
+class AnsweringEngine(Engine, Protocol):
     """An engine that answers prompts too, and counts its living workers."""
 
     def answer(
@@ -110,41 +107,40 @@ class Measuring(Engine, Protocol):
 
 
 @contextmanager
-def engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[Measuring]:
+def open_engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[AnsweringEngine]:
     """Yield the engine for runs of one model, which is loaded when the first of them lacks a sample.
 
     Its workers end with the block. Raises a PerturbkvError for unavailable devices or workers, before a weight is
     loaded.
     """
     if chosen.engine == "here":
-        yield HereTogether(plans)
+        yield LocalEngine(plans)
         return
     largest = max(plans, key=Plan.caches_bytes)
     processes.check_device(chosen, largest)
-    with _crew(chosen, largest) as crew, closing(crew):
+    with _open_crew(chosen, largest) as crew, closing(crew):
         yield WorkerEngine(chosen, plans, Scheduler(crew))
 
 
 @contextmanager
-def _crew(chosen: Workers, largest: Plan) -> Iterator[Crew]:
+def _open_crew(chosen: Workers, largest: Plan) -> Iterator[Crew]:
     if chosen.engine == "workers":
-        yield Processes(processes.worker_places(chosen, largest))
+        yield Processes(processes.worker_devices(chosen, largest))
         return
     with actors.connect_ray(chosen) as ray:
         needed, device = processes.needed_bytes(largest), largest.placement.device.type
-        yield actors.Actors(ray, actors.seats(chosen, actors.nodes(ray), device, needed))
+        yield actors.Actors(ray, actors.assign_seats(chosen, actors.list_nodes(ray), device, needed))
 
 
-def device(chosen: Workers, name: str) -> torch.device:
+def pick_run_device(chosen: Workers, name: str) -> torch.device:
     """Return the device of a run, by its name or `auto`: a cluster's workers may have GPUs that this machine lacks.
 
     Raises ConfigError for a device that does not exist.
     """
-    if chosen.engine != "ray" or torch.cuda.is_available() or not actors.ray_address(chosen):
+    remote = chosen.engine == "ray" and not torch.cuda.is_available() and actors.ray_address(chosen)
+    if not remote or name not in ("auto", "cuda"):
         return pick_device(name)
     if name == "cuda":
         return torch.device(name)
-    if name != "auto":
-        return pick_device(name)
-    with actors.connect_ray(chosen, told=False) as ray:
+    with actors.connect_ray(chosen, log=False) as ray:
         return torch.device("cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")
