@@ -15,8 +15,8 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
-from perturbkv.escaping import line
-from perturbkv.schema import MEASURED
+from perturbkv.escaping import escape_line
+from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
@@ -75,8 +75,8 @@ class RunIdentity:
 
     def no_eviction_note(self) -> str:
         """Return what held / full counts for configurations that evict nothing; empty where there are none."""
-        pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads)
-        prefills = dict.fromkeys(config.policy.name for config in self.configs if config.lined)
+        pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
+        prefills = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
         notes = ((pages, text.READ_NOTE), (prefills, text.SPARSE_PREFILL_NOTE))
         return " ".join(f"{', '.join(names)}: {note}" for names, note in notes if names)
 
@@ -96,7 +96,7 @@ class RunIdentity:
             self.made_with,
         ]
         return [
-            " · ".join(map(line, filter(None, words))),
+            " · ".join(map(escape_line, filter(None, words))),
             self._configurations(),
             *filter(None, [self.no_eviction_note()]),
         ]
@@ -133,7 +133,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         scenario=trace.run.scenario,
         weights=trace.attrs.get("weights", "") if trace.attrs.get("quantised_weights") == "true" else "",
         ended=int(trace.ok.sum()) - samples,
-        measured_layers=trace.attrs.get(MEASURED, ""),
+        measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
     )
 
@@ -153,7 +153,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not known or not trace.ok.any() or all(config.evicts_alone for config in configs):
+    if not known or not trace.ok.any() or all(config.only_evicts for config in configs):
         return ()
     shares = Measurements(trace, "identity").byte_shares
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)
@@ -181,7 +181,7 @@ def run_identity(
         scenario=run.scenario,
         weights=str(provenance.get("weights", "")) if provenance.get("quantised_weights") is True else "",
         source=source,
-        measured_layers=str(provenance.get(MEASURED, "")),
+        measured_layers=str(provenance.get(MEASURED_LAYERS, "")),
     )
 
 

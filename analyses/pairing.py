@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.alpha_table import AlphaTable
-from perturbkv.configs.choice import FIRST, Choice, as_choice, halves, parse
+from perturbkv.configs.choice import UNNAMED, Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTED, CORRECTION_OPTIONS, PRECISION_OPTIONS, QUANTISE
@@ -96,7 +96,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 def _named_options(side: str) -> set[str]:
     """Return the options that a side names, which may then differ between the sides."""
-    return {name or "by" for part in halves(side) for name in parse(part).options}
+    return {name or "by" for part in split_policy_and_selection(side) for name in parse(part).options}
 
 
 def _matching_baselines(
@@ -123,7 +123,7 @@ def _side_configs(run: RunConfig, side: str, every_policy: bool) -> list[Evictio
 
 def _is_selection(side: str) -> bool:
     """Return whether a side is a selection without a policy."""
-    return len(halves(side)) == 1 and parse(side).name in SELECTIONS
+    return len(split_policy_and_selection(side)) == 1 and parse(side).name in SELECTIONS
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
@@ -155,7 +155,7 @@ def _sides(run: RunConfig) -> str:
 
 def matches(config: EvictionConfig, side: str) -> bool:
     """Return whether a configuration is of a side: has its names, and every option that the side gives."""
-    parts = [parse(part) for part in halves(side)]
+    parts = [parse(part) for part in split_policy_and_selection(side)]
     if len(parts) == 1:
         return _matches_choice(parts[0], config.selection) or _matches_choice(parts[0], config.policy)
     return len(parts) == 2 and _matches_choice(parts[0], config.policy) and _matches_choice(parts[1], config.selection)
@@ -170,7 +170,7 @@ def _matches_choice(request: Choice, choice: Choice) -> bool:
 
 def _has_option(choice: Choice, name: str, value: Any) -> bool:
     """Return whether an option has the requested value; a value without a name is that of `by`, else of any option."""
-    if name == FIRST and "by" not in choice.options:
+    if name == UNNAMED and "by" not in choice.options:
         return any(_matches_value(value, option) for option in choice.options.values())
     name = name or "by"
     return name in choice.options and _matches_value(value, choice.options[name])
@@ -277,20 +277,22 @@ def plural(number: int, word: str, many: str = "") -> str:
 
 def setting_name(config: EvictionConfig, *more: str) -> str:
     """Return a configuration's choices without policy and selection, which a comparison's sides share, and `more`."""
-    return " ".join(word for choice, word in config.words().items() if choice not in (*SIDE, *more))
+    return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *more))
 
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
     """Return the choices that all configurations share, those in `without` left out."""
     shared = _shared_choices(configs) - set(without)
-    words = {choice: word for config in configs for choice, word in config.words().items() if choice in shared}
+    words = {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
     return " ".join(words.values())
 
 
 def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
     """Return each configuration's choices that are not shared by all, those in `without` left out."""
     hidden = {*_shared_choices(configs), *without}
-    return [{choice: word for choice, word in config.words().items() if choice not in hidden} for config in configs]
+    return [
+        {choice: word for choice, word in config.label_parts().items() if choice not in hidden} for config in configs
+    ]
 
 
 def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
@@ -394,7 +396,7 @@ def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
     """
     words: dict[str, list[str]] = {}
     for config in configs:
-        for choice, word in config.words(every=True).items():
+        for choice, word in config.label_parts(every=True).items():
             words.setdefault(choice, []).append(word)
     optional = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
     optional |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE], *CORRECTION_OPTIONS[CORRECTED]}

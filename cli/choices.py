@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from perturbkv.configs.choice import split
+from perturbkv.configs.choice import split_outside_brackets
 from perturbkv.configs.option import check_number
 from perturbkv.errors import ConfigError, UnknownNameError
 
@@ -46,7 +46,7 @@ def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 def split_names(text: str) -> list[str]:
     """Return the names in a text, separated by commas outside all brackets."""
-    return [name.strip() for name in split(text, ",") if name.strip()]
+    return [name.strip() for name in split_outside_brackets(text, ",") if name.strip()]
 
 
 def parse_compare(text: str) -> list[str]:

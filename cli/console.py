@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from perturbkv.display import Table, show
-from perturbkv.escaping import in_json, line, plain
+from perturbkv.escaping import escape_control_characters, escape_json, escape_line
 
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
@@ -53,7 +53,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 def say(text: str, bold: bool = False) -> None:
     """Print a line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
-    out.print(plain(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None)
+    out.print(
+        escape_control_characters(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None
+    )
 
 
 def result(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
@@ -81,7 +83,7 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
     """Return indented JSON that says which schema it follows, lists of numbers on one line each."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
-        _NUMBERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), in_json(text))
+        _NUMBERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), escape_json(text))
         + "\n"
     )
 
@@ -98,7 +100,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def note(text: str) -> None:
     """Print one line on stderr."""
-    err.print(line(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
+    err.print(escape_line(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class _Notes(logging.Handler):

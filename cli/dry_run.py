@@ -15,7 +15,7 @@ from perturbkv.cli.planned_run import shard_document
 from perturbkv.cli.run_time import duration, estimate_seconds
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 if TYPE_CHECKING:
     from perturbkv.configs.run import Shard
@@ -45,8 +45,11 @@ def show_all(plans: Sequence[Plan], as_json: bool, folder: Path, shard: Shard | 
 
 def _show(planned: Plan, document: dict[str, Any]) -> None:
     rows = [
-        ("model", f"{line(planned.run.model)} ({document['model_parameters']:,} parameters, {planned.run.dtype})"),
-        ("dataset", line(planned.run.dataset)),
+        (
+            "model",
+            f"{escape_line(planned.run.model)} ({document['model_parameters']:,} parameters, {planned.run.dtype})",
+        ),
+        ("dataset", escape_line(planned.run.dataset)),
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
         *([("this shard", _shard_text(document["shard"]))] if document["shard"] else []),
         ("cut in the middle", f"{document['cut_samples']} samples"),
@@ -62,7 +65,7 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
     kept = [
-        (one["config"]["label"], f"{one['entries']}{' asked for' if config.given else ''}")
+        (one["config"]["label"], f"{one['entries']}{' asked for' if config.is_external else ''}")
         for one, config in zip(document["kept"], planned.run.configs, strict=True)
     ]
     console.table("configurations", ["configuration", "#entries kept"], kept)
@@ -76,11 +79,11 @@ def _shard_text(document: dict[str, Any]) -> str:
 
 def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows of the memory and disk needed and free, and of what would make the run fit."""
-    needed, free = (memory.said(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
+    needed, free = (memory.format_size(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
     rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
     if document["trace_mib"]:
         trace, journal, disk = (
-            memory.said(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
+            memory.format_size(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
         )
         rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {disk} free"))
     advice = f"; each of these alone would: {'; '.join(document['suggest_options'])}" if document["advice"] else ""
@@ -99,13 +102,13 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
     weights = planned.files.weights_bytes(planned.placement.dtype)
-    shape = Shape.of(planned.files.config, planned.placement.dtype.itemsize, weights)
+    shape = Shape.from_config(planned.files.config, planned.placement.dtype.itemsize, weights)
     longest = max(lengths)
     compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     return {
         "model": run.model,
         "model_parameters": parameters,
-        "measured_layers": layer_types.told(planned.files.config),
+        "measured_layers": layer_types.format_measured(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
         "shard": _shard(shard, planned) if shard else None,
@@ -118,7 +121,7 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
         "weights_mib": weights / _MIB,
         "full_cache_mib": shape.full_cache_bytes(longest) / _MIB,
         "evicted_caches_mib": sum(shape.kept_bytes(eviction, compressed) for eviction in run.configs) / _MIB,
-        "batches": len(batches.places),
+        "batches": len(batches.indices),
         "batch_mib": batches.largest_bytes / _MIB,
         "batch_bound_mib": batches.bound_bytes / _MIB,
         "kept": [
@@ -130,7 +133,7 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
 
 
 def _shard(shard: Shard, planned: Plan) -> dict[str, Any]:
-    samples, configs = shard.of(planned.prompts.ids, planned.run.configs)
+    samples, configs = shard.select(planned.prompts.ids, planned.run.configs)
     return shard_document(shard, samples, len(configs))
 
 

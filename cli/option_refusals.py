@@ -81,7 +81,7 @@ NEEDS: Mapping[str, Need] = {
     "data_dir": Need(_uses_data_option("data_dir"), "a LongBench name as --dataset, or a ruler: task that reads files"),
     "seed": Need(_uses_seed, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
-    "window": Need(lambda run, config: not config.given, "a policy of ours: a press has a window of its own"),
+    "window": Need(lambda run, config: not config.is_external, "a policy of ours: a press has a window of its own"),
     "shard_by": Need(
         lambda run, config: "shard" in run.typed_options or getattr(run, "engine", "") in ENGINES["by_configs"],
         f"--shard, or {engine_needs('by_configs')}",

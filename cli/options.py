@@ -324,7 +324,7 @@ class RunOptions(DataOptions):
         configs = expand_grid({**self.choices(), "selection": selections}, self.cache)
         if (
             "selection" in self.typed_options
-            and all(one.given for one in configs)
+            and all(one.is_external for one in configs)
             and not any(map(names_policy, selections))
         ):
             msg = f"--selection has no effect here: {configs[0].policy.name} keeps what it keeps; leave it out"

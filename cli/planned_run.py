@@ -24,7 +24,7 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.cli.run_time import with_time_notes
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, InterruptedRunError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 if TYPE_CHECKING:
     from perturbkv.configs.run import Shard
@@ -187,7 +187,7 @@ def measure(
     what = "samples" if folder is None else f"{planned.run.dataset}: samples"
     chosen = engine_choice.open_engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
     try:
-        with chosen as measuring, console.progress(line(what), status=measuring.alive) as bar:
+        with chosen as measuring, console.progress(escape_line(what), status=measuring.alive) as bar:
             return run_shard(options, planned, measuring, path, with_time_notes(bar.update, planned))
     except InterruptedRunError as error:
         output = folder or (path if path == options.output else path.parent)

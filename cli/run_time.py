@@ -28,7 +28,7 @@ _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, 
 
 def estimate_seconds(planned: Plan) -> float:
     """Return an estimate of the seconds that all samples of a run take in one process on its device."""
-    run, shape = planned.run, Shape.of(planned.files.config, 1, 0)
+    run, shape = planned.run, Shape.from_config(planned.files.config, 1, 0)
     parameters = planned.files.parameters()
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     attention = 2 * (shape.layers + shape.sliding) * shape.heads * shape.d_head  # causal: half of QKᵀ and of AV
@@ -43,7 +43,7 @@ def _multiplications_per_second(planned: Plan, rows: int) -> float:
     """Return the floating-point operations per second of a projection of the model, with `rows` rows at once."""
     import torch
 
-    placement, width = planned.placement, Shape.of(planned.files.config, 1, 0).d_model
+    placement, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
     inputs = torch.ones(rows, width, dtype=placement.dtype, device=placement.device)
     weights = torch.ones(width, 4 * width, dtype=placement.dtype, device=placement.device)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli import console
 from perturbkv.errors import ConfigError
-from perturbkv.storage.atomic_files import clear_leftovers, write_whole, written_whole
+from perturbkv.storage.atomic_files import atomic_path, clear_leftovers, write_atomically
 from perturbkv.storage.output import Lock, OutputFile, OutputFolder
 from perturbkv.user_files import FileKind
 
@@ -56,7 +56,7 @@ def result_file(path: Path, name: str) -> OutputFile:
 
 def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
     """Return a JSON output file; it replaces only a document for which `is_ours` holds."""
-    return OutputFile(path, kind.what, lambda path: is_ours(_json_or_none(kind, path)))
+    return OutputFile(path, kind.description, lambda path: is_ours(_json_or_none(kind, path)))
 
 
 def _json_or_none(kind: FileKind, path: Path) -> Any:
@@ -78,7 +78,7 @@ def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
     """
     with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
         clear_leftovers(path)
-        with written_whole(path) as temporary:
+        with atomic_path(path) as temporary:
             yield temporary
 
 
@@ -95,7 +95,7 @@ def save_figure(
     paths = []
     for suffix in formats:
         path = stem.with_name(f"{stem.name}.{suffix}")
-        with style.use(), warnings.catch_warnings(), written_whole(path) as temporary:
+        with style.use(), warnings.catch_warnings(), atomic_path(path) as temporary:
             warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in letters that the font lacks shows boxes
             figure.savefig(temporary, format=suffix, dpi=300, metadata=style.metadata(identity, suffix))
         paths.append(str(path))
@@ -104,7 +104,7 @@ def save_figure(
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a JSON document with its schema version; the file appears whole."""
-    write_whole(path, lambda stream: stream.write(console.as_json(document).encode()))
+    write_atomically(path, lambda stream: stream.write(console.as_json(document).encode()))
 
 
 SUMMARY_NAME = "summary.json"

@@ -20,8 +20,8 @@ from perturbkv.cli.options import FigureOptions, RunOptions
 from perturbkv.cli.planned_run import dataset_paths, each_dataset, make_traces, plan_all, run_folder, warn_of_gaps
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError
-from perturbkv.escaping import line
-from perturbkv.schema import MEASURED
+from perturbkv.escaping import escape_line
+from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.output import Claim, OutputFile, OutputFolder
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class Session:
         words += " · random weights" if run.random_weights else ""
         samples = plural(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
-        measured = self.trace.attrs.get(MEASURED)
-        layers = line(f"layers {measured} are measured; held / full is of their entries") if measured else ""
-        return line(f"{run.model} · {datasets} · {samples}{words}"), layers
+        measured = self.trace.attrs.get(MEASURED_LAYERS)
+        layers = escape_line(f"layers {measured} are measured; held / full is of their entries") if measured else ""
+        return escape_line(f"{run.model} · {datasets} · {samples}{words}"), layers
 
 
 def say_failures(failures: Mapping[str, str]) -> None:

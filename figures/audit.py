@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.audit.audit import Audit
 from perturbkv.analyses.audit.faults import FLOORS
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.figures import style
 
 _BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
@@ -28,7 +28,7 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
         kept, far = figure.subplots(*shape)
         _kept_share(figure, kept, result)
         _distance(far, result)
-        style.set_title(figure, f"{line(result.trace.eviction)}: {result.verdict}")
+        style.set_title(figure, f"{escape_line(result.trace.eviction)}: {result.verdict}")
         style.draw_foot(
             figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head"
         )

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 _STEPS: tuple[tuple[float, ...], ...] = (
     (1,),
@@ -318,8 +318,8 @@ def _wrap(line: str, width_inches: float) -> list[str]:
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
     """Return the identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
-    description = line("; ".join([identity.lines()[0], *(config.label() for config in identity.configs)]))
-    title, made_with = line(f"{identity.model} on {identity.dataset}"), line(identity.made_with)
+    description = escape_line("; ".join([identity.lines()[0], *(config.label() for config in identity.configs)]))
+    title, made_with = escape_line(f"{identity.model} on {identity.dataset}"), escape_line(identity.made_with)
     if suffix == "pdf":
         return {"Title": title, "Subject": description, "Creator": made_with}
     if suffix == "svg":

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from perturbkv.analyses.pairing import side_names
 from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
 from perturbkv.analyses.tokens.tokens import Tokens
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_share_sides
 
@@ -70,7 +70,7 @@ def _losses() -> list[tuple[str, str, float]]:
 def _title(result: Tokens) -> str:
     first, second = side_names(result.baseline, result.treatment)
     head, budget = result.shown, result.baseline.budget
-    return f"{line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
+    return f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
 def _legend(result: Tokens) -> list[Patch | Line2D]:

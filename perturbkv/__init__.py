@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from perturbkv.selection.policies.registry import register_policy as register_policy
     from perturbkv.selection.policies.registry import register_score as register_score
     from perturbkv.storage.answers_file import read_answers as read_answers
-    from perturbkv.storage.run.joining import merge as merge
+    from perturbkv.storage.run.shard_merging import merge as merge
     from perturbkv.storage.run.writer import TraceWriter as TraceWriter
     from perturbkv.storage.trace.trace_file import read_trace as read_trace
     from perturbkv.trace import SampleTrace as SampleTrace
@@ -104,7 +104,7 @@ _PUBLIC = {
     "load_prompts": "perturbkv.api.inputs",
     "measure": "perturbkv.api.measuring",
     "measures": "perturbkv.analyses.questions.measures.measures",
-    "merge": "perturbkv.storage.run.joining",
+    "merge": "perturbkv.storage.run.shard_merging",
     "methods": "perturbkv.analyses.ablation.methods",
     "needle": "perturbkv.analyses.needle.needle",
     "option": "perturbkv.configs.option",

@@ -1,7 +1,7 @@
-"""What an audit measured of an eviction that is not ours, as NumPy: no verdict yet (METHOD: Audit).
+"""The measurements of an audit of an external eviction, as NumPy arrays, without verdicts (METHOD: Audit).
 
-Distances are relative: ‖found − reference‖₂ / ‖reference‖₂, the largest over the tokens of a forward pass; floors are
-the same distance between runs of the plain model that keep everything.
+Distances are relative: ‖measured − reference‖₂ / ‖reference‖₂, the largest over the tokens of a forward pass; floors
+are the same distance between runs of the plain model that keep everything.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ SITUATIONS: Mapping[str, str] = {
     "block": "a block of 8 tokens after it, then step by step",
     "batch": "a left-padded batch of it and of a shorter one",
 }
-"""Where faults hide, in the order in which they are looked for."""
+"""Situation -> its description, in the order in which they are tested."""
 
 
 @dataclass(frozen=True)
-class Entries:
-    """What the cache of one prompt keeps, as it was found at the first forward pass after the eviction.
+class CacheEntries:
+    """The entries in the cache of one prompt at the first forward pass after the eviction.
 
     Attributes:
         kept: per layer and kept set, positions in the prompt, ascending.
         heads: kept sets per layer: those of the model's key/value heads, or one per query head.
-        padded: (layer, kept_head) entries of padding that are attended to.
-        strangers: (layer, kept_head) entries that are like none of the prompt's.
-        duplicates: (layer, kept_head) entries whose position another one has.
-        unordered: (layer, kept_head) whether entries lie in another order than in the prompt.
-        key_distance, value_distance: (layer, kept_head) the largest of an entry from the full cache's, over the root
-            mean square norm of the head's.
-        key_floor, value_floor: (layer,) what another way of reading the prompt shows.
-        altered: per layer and kept set what was done to keys and values, in words; empty where they are intact.
-        repeated: layers that hold every entry once per query head, though all of a group keep the same.
-        changed: forward passes at which entries of the prompt went or changed.
+        padded: (layer, kept_head) number of padding entries that are attended to.
+        strangers: (layer, kept_head) number of entries that match no entry of the prompt.
+        duplicates: (layer, kept_head) number of entries at a position that another entry has.
+        unordered: (layer, kept_head) True where the entries are not in the order of the prompt.
+        key_distance, value_distance: (layer, kept_head) largest distance of an entry from the full cache's, over the
+            root mean square norm of the head's entries.
+        key_floor, value_floor: (layer,) the same distance between two ways of prefilling the prompt.
+        altered: per layer and kept set a description of the change to keys and values; empty where they are intact.
+        repeated: layers that hold every entry once per query head, though all heads of a group keep the same.
+        changed: forward passes at which entries of the prompt were removed or changed.
     """
 
     kept: tuple[tuple[Integers, ...], ...]
@@ -59,27 +59,27 @@ class Entries:
 
     @property
     def heads(self) -> int:
-        """Kept sets of a layer."""
+        """Number of kept sets of a layer."""
         return len(self.kept[0])
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """How far decoding lies from the masked reference.
+class DecodeDistances:
+    """The distances of decoding with the evicted cache from the masked reference.
 
     Attributes:
-        head: (forward, layer, head) distance of the head's output before the output projection, over its length or
-            the layer's root mean square one, whichever is more.
-        head_floor: (layer,).
+        head: (forward, layer, head) distance of the head's output before the output projection, over the larger of
+            its own norm and the layer's root mean square norm.
+        head_floor: (layer,) its floor.
         hidden: (forward, layer) distance of the residual stream after the layer.
-        hidden_floor: (layer,).
+        hidden_floor: (layer,) its floor.
         logits: (forward,) distance of the logits, each less their mean.
-        logits_floor: of the logits.
+        logits_floor: its floor.
         agrees: (forward,) whether the most likely token is the same, at the last token of the forward pass.
-        behind: (forward,) by how much later tokens stand before their place, NaN where it is no whole number; 0 where
-            they stand right.
-        sees_later: whether a token of a block sees tokens behind it.
-        hides: whether a token of a block does not see an entry that the last one sees.
+        behind: (forward,) difference of the tokens' positions from the correct ones; NaN where it is no whole number,
+            0 where they are correct.
+        sees_later: whether a token of a block attends to later tokens.
+        hides: whether a token of a block misses an entry that the last token attends to.
     """
 
     head: Floats
@@ -95,20 +95,20 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Audited:
-    """One prompt in one situation.
+class AuditRun:
+    """The audit of one prompt in one situation.
 
     Attributes:
-        sample: its id.
+        sample: the sample's id.
         situation: a key of `SITUATIONS`.
-        row: of the batch.
-        tokens: n of this row, padding not counted.
-        padding: entries of padding before it.
-        forwards: tokens of each forward pass after the eviction.
-        entries: what the cache keeps; None where nothing could be looked at.
-        decoded: None where nothing was decoded.
-        failed: what the eviction or the decoding raised, and where.
-        refused: what an eviction that does not take this situation said (NotImplementedError).
+        row: the row in the batch.
+        tokens: n of this row, without padding.
+        padding: padding entries before the prompt.
+        forwards: number of tokens of each forward pass after the eviction.
+        entries: the cache's entries; None where they could not be read.
+        decoded: the distances of decoding; None where nothing was decoded.
+        failed: the error that the eviction or the decoding raised, and where; empty without one.
+        refused: the message of an eviction that does not support this situation (NotImplementedError).
     """
 
     sample: str
@@ -117,22 +117,22 @@ class Audited:
     tokens: int
     padding: int
     forwards: tuple[int, ...]
-    entries: Entries | None = None
-    decoded: Decoded | None = None
+    entries: CacheEntries | None = None
+    decoded: DecodeDistances | None = None
     failed: str = ""
     refused: str = ""
 
 
 @dataclass(frozen=True)
 class PlainUse:
-    """What transformers does with this cache where nobody says positions.
+    """The behaviour of transformers with this cache when the caller passes no positions.
 
     Attributes:
-        position: at which `model(token, past_key_values=cache)` puts the next token; None where it fails.
-        expected: n.
-        fed: tokens that `generate` feeds when it is given all ids and the first new one: 1 is right.
-        continued: what becomes of `generate` with the last id alone: empty where it goes on.
-        failed: what the call with all ids raised; empty where it goes on.
+        position: the position that `model(token, past_key_values=cache)` gives the next token; None where it fails.
+        expected: the correct position, n.
+        fed: number of tokens that `generate` feeds when it gets all ids and the first new one; 1 is correct.
+        continued: the error of `generate` with the last id alone; empty where it works.
+        failed: the error of the call with all ids; empty where it works.
     """
 
     position: int | None
@@ -144,11 +144,11 @@ class PlainUse:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a kept set costs, as METHOD measures it, mean over the prompts.
+    """The loss that a kept set causes, as METHOD measures it, mean over the prompts.
 
     Attributes:
-        name: the eviction, or a control of ours with the same held / full and the same protection.
-        held: entries over those of the full cache.
+        name: the eviction, or one of our controls with the same cache share and the same protected entries.
+        held: cache share: entries over those of the full cache.
         isolated, propagated: L1 perturbation summed over layers and heads, over the same sum of ‖o_h‖₁.
         drift: L1 distance of the residual stream after the last layer, over its norm.
         kl: KL(full ‖ evicted) of the logits, in nats.
@@ -164,21 +164,21 @@ class Loss:
 
 @dataclass(frozen=True)
 class AuditTrace:
-    """Everything that an audit measured.
+    """The measurements of a whole audit.
 
     Attributes:
-        eviction: as it was written.
-        kind: what it is: function, cache class, positions file, press.
-        about: model, dataset, dtype, versions: as text.
-        layers, query_heads, kv_heads: of the model.
+        eviction: the eviction as the user wrote it.
+        kind: the kind of eviction: function, cache class, positions file, press.
+        about: model, dataset, dtype and versions, as text.
+        layers, query_heads, kv_heads: the model's numbers of these.
         runs: one per prompt, situation and row of its batch.
-        plain: what plain use of the cache does, for the first prompt; None where there is no cache of transformers'.
-        losses: the eviction, then controls; empty where they were not asked for, or cannot be measured.
-        protected: first and most recent entries that every kept set holds.
-        unreadable: why nothing can be said; empty where something can.
-        lossless: why no loss was measured; empty where it was, or was not asked for.
-        configs: the kept sets' own configuration, then the controls'.
-        freed: whether the controls protect less than the eviction, which protects all that it keeps.
+        plain: the behaviour of transformers with the cache, for the first prompt; None for another kind of cache.
+        losses: the eviction, then controls; empty where losses were not requested or cannot be measured.
+        protected: numbers of first and most recent entries that are in every kept set.
+        unreadable: why the cache cannot be audited; empty where it can.
+        lossless: why no loss was measured; empty where it was, or was not requested.
+        configs: the configuration of the eviction's own kept sets, then the controls'.
+        freed: whether the controls protect fewer entries than the eviction, which protects all that it keeps.
     """
 
     eviction: str
@@ -187,7 +187,7 @@ class AuditTrace:
     layers: int
     query_heads: int
     kv_heads: int
-    runs: tuple[Audited, ...] = ()
+    runs: tuple[AuditRun, ...] = ()
     plain: PlainUse | None = None
     losses: tuple[Loss, ...] = ()
     protected: tuple[int, int] = (0, 0)

@@ -1,4 +1,4 @@
-"""Moving numbers to a device, and between devices, without waiting for it."""
+"""Copies of numbers to a device, and between devices, without waiting for them to finish."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 _CACHE_BYTES = 8 * 2**20
-"""On a CPU, data that fits in the processor's cache is reused there, and its memory is not fetched anew."""
+"""Working memory on a CPU: data that fits in the processor's cache is not fetched from memory again."""
 
 
 def working_bytes(device: torch.device, most: int) -> int:
-    """Return the bytes of a step's working memory on a device, at most `most`."""
+    """Return the bytes of working memory to use at once on a device, at most `most`."""
     return min(most, _CACHE_BYTES) if device.type == "cpu" else most
 
 
-def on_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers of the host as a tensor on `device`."""
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on `device`."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def stack_on(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
-    """Return tensors of several devices, stacked on one."""
+def stack_on_device(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
+    """Stack tensors of several devices on `device`."""
     return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors], dim=dim)

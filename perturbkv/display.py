@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perturbkv.escaping import Passage, plain
+from perturbkv.escaping import HighlightedText, escape_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
@@ -25,34 +25,37 @@ class Table:
     def as_html(self) -> str:
         """Return the table for a notebook; its text is escaped."""
         sides = ["right" if heading.startswith("#") else "left" for heading in self.columns]
-        head = "".join(map(_cell, ["th"] * len(sides), [one.removeprefix("#") for one in self.columns], sides))
-        body = "".join(f"<tr>{''.join(map(_cell, ['td'] * len(sides), row, sides))}</tr>" for row in self.rows)
-        title = html.escape(plain(self.title))
+        head = "".join(map(_cell_html, ["th"] * len(sides), [name.removeprefix("#") for name in self.columns], sides))
+        body = "".join(f"<tr>{''.join(map(_cell_html, ['td'] * len(sides), row, sides))}</tr>" for row in self.rows)
+        title = html.escape(escape_control_characters(self.title))
         return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-    def drawn(self) -> RenderableType:
-        """Return the table for a terminal, as rich draws it; its text is not interpreted as markup."""
+    def to_rich(self) -> RenderableType:
+        """Return the table for a terminal, as a rich table; its text is not interpreted as markup."""
         from rich import box
-        from rich.table import Table as Drawn
+        from rich.table import Table as RichTable
         from rich.text import Text
 
-        heads = any(self.columns)
-        drawn = Drawn(box=box.SIMPLE_HEAD, show_header=heads, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for place, heading in enumerate(self.columns):
+        has_header = any(self.columns)
+        table = RichTable(
+            box=box.SIMPLE_HEAD, show_header=has_header, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
+        for index, heading in enumerate(self.columns):
             justify: JustifyMethod = "right" if heading.startswith("#") else "left"
-            whole = place == 0 and len(self.columns) > 2
-            drawn.add_column(Text(plain(heading.removeprefix("#"))), justify=justify, overflow="fold", no_wrap=whole)
+            no_wrap = index == 0 and len(self.columns) > 2
+            text = Text(escape_control_characters(heading.removeprefix("#")))
+            table.add_column(text, justify=justify, overflow="fold", no_wrap=no_wrap)
         for row in self.rows:
-            drawn.add_row(*(Text(plain(cell)) for cell in row))
-        return drawn
+            table.add_row(*(Text(escape_control_characters(cell)) for cell in row))
+        return table
 
 
-Part = Table | Passage | str
+Part = Table | HighlightedText | str
 """An element of a displayed result: a table, highlighted text or a line."""
 
 
 def as_text(parts: Sequence[Part], width: int = 80) -> str:
-    """Return tables and lines as a terminal of this width shows them, without colours."""
+    """Return parts as a terminal of this width shows them, without colours."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
@@ -63,35 +66,35 @@ def as_text(parts: Sequence[Part], width: int = 80) -> str:
 
 
 def as_html(parts: Sequence[Part]) -> str:
-    """Return tables and lines for a notebook."""
-    return "".join(f"<p>{_escaped(part)}</p>" if isinstance(part, str) else part.as_html() for part in parts)
+    """Return parts as HTML for a notebook."""
+    return "".join(f"<p>{_escape_html(part)}</p>" if isinstance(part, str) else part.as_html() for part in parts)
 
 
 def show(console: Console, part: Part) -> None:
     """Print a table, highlighted text, or a line whose text is not interpreted as markup."""
-    if isinstance(part, Passage):
-        console.print(part.drawn(console.color_system is not None and not console.no_color), soft_wrap=False)
+    if isinstance(part, HighlightedText):
+        console.print(part.to_rich(console.color_system is not None and not console.no_color), soft_wrap=False)
         console.print()
         return
     if isinstance(part, str):
-        console.print(plain(part), highlight=False, markup=False, emoji=False)
+        console.print(escape_control_characters(part), highlight=False, markup=False, emoji=False)
         return
     if part.title:
-        console.print(plain(part.title), highlight=False, markup=False, emoji=False, style="bold")
-    console.print(part.drawn())
+        console.print(escape_control_characters(part.title), highlight=False, markup=False, emoji=False, style="bold")
+    console.print(part.to_rich())
     console.print()
 
 
-def _cell(tag: str, text: str, side: str) -> str:
-    return f'<{tag} style="text-align:{side}">{_escaped(text)}</{tag}>'
+def _cell_html(tag: str, text: str, side: str) -> str:
+    return f'<{tag} style="text-align:{side}">{_escape_html(text)}</{tag}>'
 
 
-def _escaped(text: str) -> str:
-    return html.escape(plain(text.strip("\n"))).replace("\n", "<br>")
+def _escape_html(text: str) -> str:
+    return html.escape(escape_control_characters(text.strip("\n"))).replace("\n", "<br>")
 
 
-def ends(text: str, width: int = 30) -> str:
-    """Return the text's first and last whole words, at most `width` characters each, in one line."""
+def shorten_middle(text: str, width: int = 30) -> str:
+    """Return the text's beginning and end in one line, whole words of at most `width` characters each."""
     line = " ".join(text.split())
     if len(line) <= 2 * width:
         return line

@@ -17,13 +17,13 @@ _COMPARED = 100
 
 
 class PerturbkvError(Exception):
-    """A failure with an explanation. `exit_code` is the process's exit status."""
+    """An error that a user can cause; `exit_code` is the process's exit status."""
 
     exit_code = 2
 
 
 class ConfigError(PerturbkvError):
-    """An option or a combination of options that cannot be run."""
+    """An invalid option or combination of options."""
 
 
 class BudgetError(ConfigError):
@@ -41,7 +41,7 @@ class UnknownNameError(PerturbkvError):
 
 
 class ModelError(PerturbkvError):
-    """A model that cannot be loaded, or whose attention an eviction study would misread."""
+    """A model that cannot be loaded, or whose attention cannot be measured correctly."""
 
 
 class PluginError(PerturbkvError):
@@ -61,11 +61,11 @@ class TraceError(PerturbkvError):
 
 
 class MissingShardError(TraceError):
-    """Shards that are not all measured."""
+    """A merge of shards some of which are not measured yet."""
 
 
 class TraceUnavailableError(TraceError):
-    """A trace file that the system does not let us read now, so that nothing is known about it."""
+    """A trace file that the system cannot read now, so that its contents are unknown."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
@@ -81,15 +81,15 @@ class TraceUnavailableError(TraceError):
 
 
 class OutputError(PerturbkvError):
-    """A path that cannot be written: of another kind, full, in use by another run, or another program's file."""
+    """A path that cannot be written: a folder, a full disk, in use by another run, or another program's file."""
 
 
-class HeldError(OutputError):
+class LockedOutputError(OutputError):
     """An output path that another process is writing now."""
 
 
-class UnreadableError(PerturbkvError):
-    """A foreign cache whose kept entries cannot be determined; `reason` says why."""
+class UnreadableCacheError(PerturbkvError):
+    """An external cache whose kept entries cannot be determined; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -113,26 +113,26 @@ class FailedRunError(PerturbkvError):
     """A run all of whose samples failed; `failures` has the reason of each."""
 
     exit_code = 1
-    _TOLD = 3
+    _MOST_REASONS = 3
 
     def __init__(self, trace: str, failures: Mapping[str, str]) -> None:
         self.failures = dict(failures)
         reasons = list(dict.fromkeys(self.failures.values()))
-        more = f"; and {len(reasons) - self._TOLD} more" if len(reasons) > self._TOLD else ""
+        more = f"; and {len(reasons) - self._MOST_REASONS} more" if len(reasons) > self._MOST_REASONS else ""
         super().__init__(
             f"all {len(self.failures)} samples of {trace} failed, nothing is left to look at: "
-            f"{'; '.join(reasons[: self._TOLD])}{more}"
+            f"{'; '.join(reasons[: self._MOST_REASONS])}{more}"
         )
 
 
 class WorkerError(PerturbkvError):
-    """Workers that end whatever task they get, so that none is left to go on with."""
+    """Workers that fail at every task, so that none is left to continue the run."""
 
     exit_code = 1
 
 
 class InterruptedRunError(PerturbkvError):
-    """Ctrl-C during a run: `kept` of `total` samples are in the journal beside `path`, and the same run resumes."""
+    """An interrupted run (Ctrl-C): `kept` of `total` samples are in the journal beside `path`; the same run resumes."""
 
     exit_code = 130
 
@@ -146,7 +146,7 @@ class InterruptedRunError(PerturbkvError):
 
 
 class BoundError(PerturbkvError):
-    """A value above its upper bound, which contradicts the theorem, so that the numbers are wrong."""
+    """A value above its theorem's upper bound, which shows that the numbers are wrong."""
 
     exit_code = 1
 
@@ -159,7 +159,7 @@ class BoundError(PerturbkvError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names, those most similar to `name` first, the others in their own order."""
+    """Return the known names, the most similar to `name` first, the others in their original order."""
     names = list(known)
     close = difflib.get_close_matches(name[:_COMPARED], names, n=max(1, len(names)), cutoff=0.4)
     return close + [other for other in names if other not in close]

@@ -1,7 +1,7 @@
-"""Escaping of foreign text, and text with highlighted spans: in colours where there are some, else in brackets.
+"""Escaping of untrusted text, and text with highlighted spans: in colours where there are some, else in brackets.
 
-A model's answer, a file's name and an attribute of a trace are text: none of them may move the cursor, title the window
-or reverse the line. Control characters and invisible ones are replaced by visible signs or escapes.
+Model answers, file names and attributes of a trace must not move the cursor, set the window's title or reverse the
+line: control and invisible characters are replaced by visible signs or escapes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode's categories of characters that a terminal obeys, or does not show."""
+"""Unicode categories of characters that a terminal interprets or does not show."""
 _NEWLINE, _TAB, _SPACE = "↵", "⇥", "␣"
 
 
 @dataclass(frozen=True)
-class Look:
-    """A style of text: rich's style, the brackets without colours, and the CSS in a notebook."""
+class TextStyle:
+    """A style of highlighted text: rich's style, the brackets used without colours, and the CSS in a notebook."""
 
     style: str
     opens: str
@@ -33,13 +33,13 @@ class Look:
     css: str
 
 
-LOOKS: Mapping[str, Look] = {
-    "kept": Look("bold", "[=", "=]", "font-weight:bold"),
-    "lost": Look("black on yellow", "[-", "-]", "background:#de8f05;color:black"),
-    "gained": Look("black on bright_cyan", "{+", "+}", "background:#56b4e9;color:black"),
-    "dropped": Look("dim", "", "", "color:#888"),
-    "plain": Look("", "", "", ""),
-    "aside": Look("italic", "", "", "font-style:italic"),
+STYLES: Mapping[str, TextStyle] = {
+    "kept": TextStyle("bold", "[=", "=]", "font-weight:bold"),
+    "lost": TextStyle("black on yellow", "[-", "-]", "background:#de8f05;color:black"),
+    "gained": TextStyle("black on bright_cyan", "{+", "+}", "background:#56b4e9;color:black"),
+    "dropped": TextStyle("dim", "", "", "color:#888"),
+    "plain": TextStyle("", "", "", ""),
+    "aside": TextStyle("italic", "", "", "font-style:italic"),
 }
 """Tokens kept by both sides of a comparison, by the first alone, by the second alone, by neither; plain text; a remark.
 """
@@ -47,45 +47,45 @@ LOOKS: Mapping[str, Look] = {
 
 @dataclass(frozen=True)
 class Span:
-    """Text of one look, a key of `LOOKS`; an aside is on a line of its own."""
+    """Text in one style, a key of `STYLES`; an aside is on a line of its own."""
 
     text: str
-    look: str
+    style: str
 
 
 @dataclass(frozen=True)
-class Passage:
-    """Consecutive spans of text; markup and hidden characters in them are escaped."""
+class HighlightedText:
+    """Text with highlighted spans; markup and hidden characters in it are escaped."""
 
     spans: Sequence[Span]
 
-    def drawn(self, coloured: bool) -> Text:
+    def to_rich(self, coloured: bool) -> Text:
         """Return the text for a terminal."""
         from rich.text import Text
 
-        drawn = Text()
+        result = Text()
         for span in self.spans:
-            look = LOOKS[span.look]
-            if span.look == "aside" and drawn.plain and not drawn.plain.endswith("\n"):
-                drawn.append("\n")
-            said = visible(span.text)
-            drawn.append(said if coloured or not look.opens else _bracket(said, look), look.style or None)
-            if span.look == "aside":
-                drawn.append("\n")
-        drawn.rstrip()
-        return drawn
+            style = STYLES[span.style]
+            if span.style == "aside" and result.plain and not result.plain.endswith("\n"):
+                result.append("\n")
+            text = show_control_characters(span.text)
+            result.append(text if coloured or not style.opens else _bracket(text, style), style.style or None)
+            if span.style == "aside":
+                result.append("\n")
+        result.rstrip()
+        return result
 
     def as_html(self) -> str:
-        """Return the text for a notebook."""
-        return f'<p style="font-family:monospace">{"".join(map(_as_html, self.spans))}</p>'
+        """Return the text as HTML for a notebook."""
+        return f'<p style="font-family:monospace">{"".join(map(_span_html, self.spans))}</p>'
 
 
-def visible(text: str) -> str:
-    """Return the text with a sign for every control or invisible character; a newline keeps its effect."""
-    return "".join(map(_sign, text))
+def show_control_characters(text: str) -> str:
+    """Replace every control or invisible character by a visible sign; a newline keeps its effect."""
+    return "".join(map(_visible_sign, text))
 
 
-def _sign(character: str) -> str:
+def _visible_sign(character: str) -> str:
     code = ord(character)
     if character in "\n\t":
         return f"{_NEWLINE}\n" if character == "\n" else _TAB
@@ -94,46 +94,46 @@ def _sign(character: str) -> str:
     return f"<U+{code:04X}>" if unicodedata.category(character) in _HIDDEN else character
 
 
-def _bracket(text: str, look: Look) -> str:
-    """Return the text in brackets that exclude outer whitespace; a text of spaces becomes signs."""
+def _bracket(text: str, style: TextStyle) -> str:
+    """Put the text in brackets that exclude outer whitespace; spaces alone become visible signs."""
     inner = text.strip(" \n")
     if not inner:
-        return f"{look.opens}{text.replace(' ', _SPACE)}{look.closes}"
+        return f"{style.opens}{text.replace(' ', _SPACE)}{style.closes}"
     begin = text.index(inner)
-    return f"{text[:begin]}{look.opens}{inner}{look.closes}{text[begin + len(inner) :]}"
+    return f"{text[:begin]}{style.opens}{inner}{style.closes}{text[begin + len(inner) :]}"
 
 
-def _as_html(span: Span) -> str:
-    said = html.escape(visible(span.text)).replace("\n", "<br>")
-    around = ("<br>", "<br>") if span.look == "aside" else ("", "")
-    return f'{around[0]}<span style="{LOOKS[span.look].css}">{said}</span>{around[1]}'
+def _span_html(span: Span) -> str:
+    text = html.escape(show_control_characters(span.text)).replace("\n", "<br>")
+    line_break = "<br>" if span.style == "aside" else ""
+    return f'{line_break}<span style="{STYLES[span.style].css}">{text}</span>{line_break}'
 
 
-_OBEYED = re.compile(
+_INTERPRETED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but newline and tab
-    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # unseen: directions, ends of lines
-    "\ud800-\udfff\U000e0000-\U000e007f]"  # halves of pairs, which no UTF-8 holds; tags
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible: directions, ends of lines
+    "\ud800-\udfff\U000e0000-\U000e007f]"  # lone surrogates, which UTF-8 cannot encode; tags
 )
-_IN_A_LINE = re.compile(r"[\n\t]")
+_LINE_BREAKS = re.compile(r"[\n\t]")
 
 
-def plain(text: str) -> str:
-    r"""Return the text with `\x1b` for an escape character and the like; newlines and tabs stay.
+def escape_control_characters(text: str) -> str:
+    r"""Replace control and invisible characters by escapes such as `\x1b`; newlines and tabs stay.
 
     Joiners (U+200C, U+200D) stay too: scripts and emoji need them.
     """
-    return _OBEYED.sub(_escape, text)
+    return _INTERPRETED.sub(_escape, text)
 
 
-def line(text: str) -> str:
-    r"""Return the text as `plain` does, in one line, as names need it: `\n` and `\t` for newlines and tabs."""
-    return _IN_A_LINE.sub(_escape, plain(text))
+def escape_line(text: str) -> str:
+    r"""Escape as `escape_control_characters` does, and newlines and tabs too, so that the text is one line."""
+    return _LINE_BREAKS.sub(_escape, escape_control_characters(text))
 
 
-def in_json(document: str) -> str:
-    r"""Return an equivalent JSON document with `\u202e` for such characters, lone surrogates among them."""
-    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], document)
+def escape_json(document: str) -> str:
+    r"""Return an equivalent JSON document with escapes such as `\u202e` for these characters."""
+    return _INTERPRETED.sub(lambda match: json.dumps(match[0])[1:-1], document)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

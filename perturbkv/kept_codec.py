@@ -26,38 +26,26 @@ def mask_bytes(tokens: int) -> int:
     return -(-tokens // 8)
 
 
-def of_masks(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
+def encode_masks(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
     """Return the concatenated codes of kept sets, and the bytes of each.
 
     Args:
         masks: (set, byte) bit masks; bits after the last entry are 0.
         counts: (set,) number of entries of each.
     """
-    found = [_encode(masks[some], counts[some]) for some in _steps(*masks.shape)]
-    codes, lengths = zip(*found, strict=True)
+    encoded = [_encode(masks[step], counts[step]) for step in _steps(*masks.shape)]
+    codes, lengths = zip(*encoded, strict=True)
     return np.concatenate(codes), np.concatenate(lengths)
 
 
-def of_positions(positions: NDArray[np.integer], counts: Counts, tokens: int) -> tuple[Bytes, Counts]:
-    """Return the concatenated codes of kept sets, and the bytes of each, from each set's ascending positions."""
-    ends, found = np.cumsum(counts), []
-    for some in _steps(len(counts), 8 * mask_bytes(tokens)):
-        own = counts[some]
-        of_set = np.repeat(np.arange(len(own)), own)
-        last = int(ends[some][-1]) if len(own) else 0
-        found.append(_encode(_scatter(of_set, positions[last - len(of_set) : last], len(own), tokens), own))
-    codes, lengths = zip(*found, strict=True)
-    return np.concatenate(codes), np.concatenate(lengths)
-
-
-def positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
+def decode_positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
     """Return the ascending positions (kept_entry,) of one kept set."""
     if len(code) == mask_bytes(tokens):
         return np.flatnonzero(np.unpackbits(code, count=tokens)).astype(np.int32)
     return np.cumsum(_decode(code), dtype=np.int32)
 
 
-def masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
+def decode_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
     """Return the masks (set, key) of several kept sets of one prompt, whose codes begin at `offsets`."""
     return np.unpackbits(_bits(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
 
@@ -67,58 +55,59 @@ def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> C
 
     Equal sets of one prompt have equal digests.
     """
-    held, of_set = np.unique(np.stack([offsets.reshape(-1), lengths.reshape(-1)]), axis=1, return_inverse=True)
+    slices, of_set = np.unique(np.stack([offsets.reshape(-1), lengths.reshape(-1)]), axis=1, return_inverse=True)
     raw = [
-        blake2b(codes[begin : begin + length].tobytes(), digest_size=8).digest() for begin, length in held.T.tolist()
+        blake2b(codes[begin : begin + length].tobytes(), digest_size=8).digest() for begin, length in slices.T.tolist()
     ]
-    found = np.frombuffer(b"".join(raw), dtype="<i8").astype(np.int64)[of_set.reshape(-1)].reshape(offsets.shape)
-    return np.where((lengths == 0) & (counts > 0), 0, found)
+    result = np.frombuffer(b"".join(raw), dtype="<i8").astype(np.int64)[of_set.reshape(-1)].reshape(offsets.shape)
+    return np.where((lengths == 0) & (counts > 0), 0, result)
 
 
-def are_sound(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
-    """Return whether each code, which lies within `codes`, is that of a set of its count within the prompt."""
+def are_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
+    """Return whether every code, each within `codes`, decodes to `counts` positions within the prompt."""
     return all(
-        _are_valid(codes, offsets[some], lengths[some], counts[some], tokens)
-        for some in _steps(len(lengths), mask_bytes(tokens))
+        _are_step_codes_valid(codes, offsets[step], lengths[step], counts[step], tokens)
+        for step in _steps(len(lengths), mask_bytes(tokens))
     )
 
 
-def places(offsets: Counts, lengths: Counts) -> Counts:
-    """Return the index of every byte of the codes that begin at `offsets`, code after code."""
+def byte_indices(offsets: Counts, lengths: Counts) -> Counts:
+    """Return the indices of all bytes of the codes that begin at `offsets`, code after code."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(offsets - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _steps(sets: int, size: int) -> Iterator[slice]:
-    """Yield slices over the sets, at least one, of at most `_STEP_BYTES` each."""
+    """Yield slices over the sets, at least one, whose masks take at most `_STEP_BYTES` each."""
     step = max(1, _STEP_BYTES // max(1, size))
     return (slice(begin, begin + step) for begin in range(0, max(1, sets), step))
 
 
 def _encode(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
+    """Return the concatenated codes of one step's masks, and the bytes of each."""
     sets, size = masks.shape
-    held, lengths = masks.copy(), np.full(sets, size, dtype=np.int64)
+    rows, lengths = masks.copy(), np.full(sets, size, dtype=np.int64)
     few = np.flatnonzero(counts < size)  # a gap takes a byte at least
     of_set, gaps = _gaps(masks, few)
     widths = _widths(gaps)
     needed = np.bincount(of_set, widths, minlength=sets).astype(np.int64)
     lengths[few] = np.minimum(needed[few], size)
     shorter = needed[of_set] < size
-    _write_gaps(held, of_set[shorter], gaps[shorter], widths[shorter])
-    return held[np.arange(size) < lengths[:, np.newaxis]], lengths
+    _write_gaps(rows, of_set[shorter], gaps[shorter], widths[shorter])
+    return rows[np.arange(size) < lengths[:, np.newaxis]], lengths
 
 
 def _gaps(masks: Bytes, few: Counts) -> tuple[Counts, Counts]:
     """Return, for each entry of the sets `few`, its set and the gap before it."""
     size = masks.shape[1]
-    own = masks[few].reshape(-1)
-    filled = np.flatnonzero(own)
-    bit = np.flatnonzero(np.unpackbits(own[filled]))
-    place = filled[bit >> 3] * 8 + (bit & 7)
-    row = place // (8 * size)
-    gaps = np.diff(place, prepend=0)
+    content = masks[few].reshape(-1)
+    filled = np.flatnonzero(content)
+    bit = np.flatnonzero(np.unpackbits(content[filled]))
+    index = filled[bit >> 3] * 8 + (bit & 7)
+    row = index // (8 * size)
+    gaps = np.diff(index, prepend=0)
     first = np.flatnonzero(np.diff(row, prepend=-1))
-    gaps[first] = place[first] % (8 * size)
+    gaps[first] = index[first] % (8 * size)
     return few[row], gaps
 
 
@@ -130,39 +119,42 @@ def _widths(gaps: Counts) -> Counts:
     return widths
 
 
-def _write_gaps(held: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
-    """Write numbers as LEB128 into the beginning of their set's row."""
+def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
+    """Write gaps as LEB128 to the beginning of their set's row."""
     ends = np.cumsum(widths)
     first = np.flatnonzero(np.diff(of_set, prepend=-1))
     begins = ends - widths
     at = begins - np.repeat(begins[first], np.diff(first, append=len(of_set)))
     for byte in range(int(widths.max(initial=0))):
         has, more = widths > byte, widths > byte + 1
-        held[of_set[has], at[has] + byte] = ((gaps >> 7 * byte) & 127 | more << 7)[has]
+        rows[of_set[has], at[has] + byte] = ((gaps >> 7 * byte) & 127 | more << 7)[has]
 
 
 def _decode(code: Bytes) -> Counts:
-    """Return the LEB128 numbers of a code; one that is cut off at the end is left out."""
+    """Return the LEB128 numbers of a code; a truncated last one is left out."""
     last = np.flatnonzero(code < 128)
     begins = np.concatenate([[0], last[:-1] + 1])[: len(last)]
-    found = np.zeros(len(last), dtype=np.int64)
+    numbers = np.zeros(len(last), dtype=np.int64)
     for byte in range(min(_WIDEST, int((last - begins).max(initial=-1)) + 1)):
         has = np.flatnonzero(last - begins >= byte)
-        found[has] |= (code[begins[has] + byte].astype(np.int64) & 127) << 7 * byte
-    return found
+        numbers[has] |= (code[begins[has] + byte].astype(np.int64) & 127) << 7 * byte
+    return numbers
 
 
 def _bits(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
-    """Return bit masks (set, byte); positions beyond the prompt are left out."""
+    """Return the bit masks (set, byte) of codes; positions beyond the prompt are left out."""
     size = mask_bytes(tokens)
-    found, whole = np.zeros((len(lengths), size), dtype=np.uint8), lengths == size
-    found[whole] = codes[offsets[whole, np.newaxis] + np.arange(size)]
-    held = codes[places(offsets[~whole], lengths[~whole])]
-    of_set = np.repeat(np.arange(np.count_nonzero(~whole)), lengths[~whole])[held < 128]
-    position = _cumulative(_decode(held), of_set)
+    bits, is_mask = np.zeros((len(lengths), size), dtype=np.uint8), lengths == size
+    bits[is_mask] = codes[offsets[is_mask, np.newaxis] + np.arange(size)]
+    content = codes[byte_indices(offsets[~is_mask], lengths[~is_mask])]
+    sets = int(np.count_nonzero(~is_mask))
+    of_set = np.repeat(np.arange(sets), lengths[~is_mask])[content < 128]
+    position = _cumulative(_decode(content), of_set)
     inside = position < tokens
-    found[~whole] = _scatter(of_set[inside], position[inside], int(np.count_nonzero(~whole)), tokens)
-    return found
+    flags = np.zeros((sets, 8 * size), dtype=bool)
+    flags[of_set[inside], position[inside]] = True
+    bits[~is_mask] = np.packbits(flags, axis=1)
+    return bits
 
 
 def _cumulative(gaps: Counts, of_set: Counts) -> Counts:
@@ -172,19 +164,12 @@ def _cumulative(gaps: Counts, of_set: Counts) -> Counts:
     return sums - np.repeat((sums - gaps)[first], np.diff(first, append=len(of_set)))
 
 
-def _scatter(of_set: Counts, position: NDArray[np.integer], sets: int, tokens: int) -> Bytes:
-    """Return bit masks (set, byte) of entries."""
-    found = np.zeros((sets, 8 * mask_bytes(tokens)), dtype=bool)
-    found[of_set, position] = True
-    return np.packbits(found, axis=1)
-
-
-def _are_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
+def _are_step_codes_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
     if (lengths > mask_bytes(tokens)).any():
         return False
-    found = _bits(codes, offsets, lengths, tokens)
-    behind = found[:, -1] & ((1 << 8 * mask_bytes(tokens) - tokens) - 1)
-    if behind.any() or (np.bitwise_count(found).sum(axis=1) != counts).any():
+    bits = _bits(codes, offsets, lengths, tokens)
+    beyond = bits[:, -1] & ((1 << 8 * mask_bytes(tokens) - tokens) - 1)
+    if beyond.any() or (np.bitwise_count(bits).sum(axis=1) != counts).any():
         return False
-    again, expected = _encode(found, counts)
-    return np.array_equal(expected, lengths) and np.array_equal(again, codes[places(offsets, lengths)])
+    encoded, expected = _encode(bits, counts)
+    return np.array_equal(expected, lengths) and np.array_equal(encoded, codes[byte_indices(offsets, lengths)])

@@ -1,7 +1,7 @@
-"""Free memory, and the error where it does not suffice.
+"""Free memory, and the error for too little of it.
 
-The system ends a process that takes more than there is without a message, so that a size that is known to be too large
-is refused before it is allocated; a failed allocation becomes a NoMemoryError of one line.
+The system kills a process that takes more than there is without a message. So a size that is known to be too large is
+refused before it is allocated; a failed allocation becomes a NoMemoryError of one line.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MESSAGES = re.compile(
     r"|(Storage size calculation overflowed)|(Cannot allocate memory)",
     re.IGNORECASE,
 )
-"""Messages of torch on a CPU and on a GPU, of NumPy and of the system."""
+"""Messages of a failed allocation: of torch on a CPU and on a GPU, of NumPy and of the system."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-LOWER = (
+ADVICE = (
     "shorter prompts (--length, --max-tokens), fewer configurations at once (--max-memory), a smaller --chunk-mib or "
     "--dtype take less"
 )
 
 
-def free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Return the bytes that a process may still allocate on a GPU, or on this machine.
 
     On the machine swap counts, and the limits of process and container apply. A GPU that shares the machine's memory
@@ -45,17 +45,17 @@ def free(device: torch.device) -> int:
     if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    held = psutil.Process().memory_info()
+    resident = psutil.Process().memory_info().rss
     swap = 0
-    with suppress(OSError):  # of a container that does not show it
+    with suppress(OSError):  # in a container that does not show it
         swap = psutil.swap_memory().free
     machine = psutil.virtual_memory().available + swap
-    limits = [limit - held.rss for limit in (*_process(), *_container())]
+    limits = [limit - resident for limit in (*_process_limits(), *_container_limits())]
     return max(0, int(min([machine, *limits])))
 
 
-def _process() -> Iterator[int]:
-    """Yield this process's memory limits, where the system has such."""
+def _process_limits() -> Iterator[int]:
+    """Yield this process's memory limits, where the system has any."""
     with suppress(ImportError):
         import resource
 
@@ -63,7 +63,8 @@ def _process() -> Iterator[int]:
         yield from (limit for limit in soft if limit != resource.RLIM_INFINITY)
 
 
-def _container() -> Iterator[int]:
+def _container_limits() -> Iterator[int]:
+    """Yield the container's memory limits, where it has any."""
     for path in _LIMITS:
         with suppress(OSError):
             if (text := path.read_text().strip()).isdigit():
@@ -71,37 +72,37 @@ def _container() -> Iterator[int]:
 
 
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Raise NoMemoryError unless `needed` bytes are free; `what` needs them, `instead` is what to do."""
-    there = free(device)
-    if needed > there:
-        msg = f"{what} {said(needed)}, and {said(there)} are free on {device.type}; {instead}"
+    """Raise NoMemoryError unless `needed` bytes are free; `what` says who needs them, `instead` what to do."""
+    available = free_bytes(device)
+    if needed > available:
+        msg = f"{what} {format_size(needed)}, and {format_size(available)} are free on {device.type}; {instead}"
         raise NoMemoryError(msg)
 
 
 @contextmanager
-def told(lower: str = LOWER) -> Iterator[None]:
-    """Raise NoMemoryError for a failed allocation inside the block; `lower` is what to do.
+def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
+    """Turn a failed allocation inside the block into a NoMemoryError; `advice` is what to do.
 
-    Works as a decorator too. Every other error passes.
+    Works as a decorator too. Other errors pass unchanged.
     """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        found = _MESSAGES.search(str(error))
-        if found is None and not isinstance(error, MemoryError):
+        match = _MESSAGES.search(str(error))
+        if match is None and not isinstance(error, MemoryError):
             raise
-        wanted = f": {_requested_size(found)} wanted" if found and found[1] else ""
+        wanted = f": {_requested_size(match)} wanted" if match and match[1] else ""
         where = " on the GPU" if "CUDA" in str(error) else ""
-        msg = f"there is not enough memory{where}{wanted}; {lower}"
+        msg = f"there is not enough memory{where}{wanted}; {advice}"
         raise NoMemoryError(msg) from None
 
 
-def _requested_size(found: re.Match[str]) -> str:
-    """Return the size in words, torch's bytes in a readable unit."""
-    return said(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
+def _requested_size(match: re.Match[str]) -> str:
+    """Return the size that an allocation message names, torch's bytes in a readable unit."""
+    return format_size(int(float(match[1]))) if match[2].lower() == "bytes" else f"{match[1]} {match[2]}"
 
 
-def said(size: int) -> str:
-    """Return a size in words, such as `121.5 GiB`."""
+def format_size(size: int) -> str:
+    """Format a size in bytes, such as `121.5 GiB`."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     return f"{size} bytes" if power == 0 else f"{size / 2 ** (10 * power):.1f} {_UNITS[power]}"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from perturbkv.errors import TraceError
 
 KEY_AXIS = "key"
-"""An axis whose length differs from sample to sample: what is shorter is padded with NaN."""
+"""An axis whose length differs from sample to sample: shorter samples are padded with NaN."""
 ROWS = {
     "kept_byte": ("kept_offset", "kept_length"),
     "prompt_entry": ("prompt_offset", "prompt_count"),
 }
-"""Axes along which the data of all samples are concatenated -> variables with each sample's offset and count."""
+"""Axis along which the data of all samples are concatenated -> variables with each sample's offset and count."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,8 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
-MEASURED = "measured_layers"
-"""Trace attribute with the indices of the measured layers, where not all are, as `configs.layer_types.told` writes it.
-"""
+MEASURED_LAYERS = "measured_layers"
+"""Trace attribute with the measured layers, where not all are, as `configs.layer_types.format_measured` writes it."""
 
 TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt_text")
 """Variables with the prompt's text and tokens: not measurements, and optional in a trace."""

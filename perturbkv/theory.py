@@ -33,7 +33,7 @@ def decode_weights(
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
     """Return A and the softmax weight of each head's sink, 0 for heads without one.
 
-    A sink is an entry without a value that always stays. Keys that are not `present` take no part in the softmax.
+    A sink is an entry without a value that is never evicted. Keys that are not `present` take no part in the softmax.
     """
     return softmax_with_sinks(decode_logits(query, key, scale, present), sinks)
 
@@ -64,7 +64,7 @@ def log_total(
     return total if sinks is None else torch.logaddexp(total, sinks.to(WORK))
 
 
-def attended(
+def attention_output(
     query: Float[Tensor, "head d_head"],
     key: Float[Tensor, "kv_head key d_head"],
     value: Float[Tensor, "kv_head key d_head"],
@@ -86,8 +86,8 @@ def softmax_with_sinks(
     """Return the softmax weights of the entries and of the sinks; a sink is one more logit in every row of its head."""
     if sinks is None:
         return logits.softmax(dim=-1), torch.zeros_like(logits[..., 0])
-    own = sinks.to(logits.dtype).view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
-    both = torch.cat([logits, own], dim=-1).softmax(dim=-1)
+    sink_logits = sinks.to(logits.dtype).view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
+    both = torch.cat([logits, sink_logits], dim=-1).softmax(dim=-1)
     return both[..., :-1], both[..., -1]
 
 
@@ -117,7 +117,7 @@ def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[
     return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
 
 
-def projected(
+def project_outputs(
     head_output: Float[Tensor, "*batch head d_head"], slices: Float[Tensor, "head d_head d_model"]
 ) -> Float[Tensor, "*batch head d_model"]:
     """Return x_h W_O^h, the contribution of each head's vector x_h to the attention output (METHOD: o_h)."""
@@ -151,7 +151,7 @@ class Summands:
     columns: Float[Tensor, "kv_head key column"]
     d_head: int
 
-    def of_first(self, entries: int) -> Summands:
+    def first_entries(self, entries: int) -> Summands:
         """Return a view of the first `entries` entries."""
         return Summands(self.columns[:, :entries], self.d_head)
 
@@ -169,16 +169,16 @@ class Summands:
 
     def kept_sums(self, attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]) -> KeptSums:
         """Return Σ N A · summands; the weights are written once, in the order in which they are summed."""
-        grouped, alone = (_by_kv_head(one, len(self.columns)) for one in (kept, attention.unsqueeze(0)))
-        weights = torch.mul(alone, grouped, out=attention.new_empty(grouped.shape))
+        mask, full = (_by_kv_head(tensor, len(self.columns)) for tensor in (kept, attention.unsqueeze(0)))
+        weights = torch.mul(full, mask, out=attention.new_empty(mask.shape))
         return self._split_columns(_grouped_sums(weights, self.columns))
 
-    def _split_columns(self, found: Float[Tensor, "config head column"]) -> KeptSums:
-        """Select each head's own ν column from those of its group."""
-        configs, heads, _ = found.shape
-        own = self.d_head + torch.arange(heads, device=found.device) % (heads // len(self.columns))
-        weighted = found.gather(-1, own.view(1, -1, 1).expand(configs, -1, 1)).squeeze(-1)
-        return KeptSums(mass=found[..., -1], weighted=weighted, mixed=found[..., : self.d_head])
+    def _split_columns(self, sums: Float[Tensor, "config head column"]) -> KeptSums:
+        """Split sums over the columns, with each head's own ν column from those of its group."""
+        configs, heads, _ = sums.shape
+        own = self.d_head + torch.arange(heads, device=sums.device) % (heads // len(self.columns))
+        weighted = sums.gather(-1, own.view(1, -1, 1).expand(configs, -1, 1)).squeeze(-1)
+        return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., : self.d_head])
 
 
 def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
@@ -196,7 +196,7 @@ def kept_sums(
 ) -> KeptSums:
     """Return all sums over kept entries that perturbation and bounds need, in one product.
 
-    `sink` is the weight of each head's sink, which always stays and adds only to the mass.
+    `sink` is the weight of each head's sink, which is never evicted and adds only to the mass.
     """
     sums = summands.kept_sums(attention, kept)
     return sums if sink is None else replace(sums, mass=sums.mass + sink)
@@ -270,9 +270,9 @@ def isolated_perturbation(
     """Return the distances of o_h = Σ_i A_i V_i W_O^h from Σ_i A'_i V_i W_O^h with A' = N⊙A / ΣNA, each (config, head).
 
     The L1 distance is L_h (paper, eq. 5 and Theorem 1). `whole` is Σ A V over all entries and `output` its projection
-    by `projected`; `mixed` is Σ N A V and `mass` Σ N A over the kept entries.
+    by `project_outputs`; `mixed` is Σ N A V and `mass` Σ N A over the kept entries.
     """
-    return distances(output, projected(mixed / mass.unsqueeze(-1) - whole, slices))
+    return distances(output, project_outputs(mixed / mass.unsqueeze(-1) - whole, slices))
 
 
 def corrected_output(
@@ -299,7 +299,7 @@ def propagated_perturbation(
     Output and differences go through one product: subtracting two products would leave their rounding.
     """
     vectors = full.to(WORK)
-    both = projected(torch.cat([vectors.unsqueeze(0), evicted.to(WORK) - vectors]), slices)
+    both = project_outputs(torch.cat([vectors.unsqueeze(0), evicted.to(WORK) - vectors]), slices)
     return both[0], distances(both[0], both[1:])
 
 

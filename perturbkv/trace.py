@@ -20,8 +20,19 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, KEY_AXIS, MEASURED, ROWS, SUMS, TEXT, VARIABLES, axis_lengths
+from perturbkv.escaping import escape_line
+from perturbkv.schema import (
+    ANSWER_TEXT,
+    DIGEST,
+    KEPT,
+    KEY_AXIS,
+    MEASURED_LAYERS,
+    ROWS,
+    SUMS,
+    TEXT,
+    VARIABLES,
+    axis_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class SampleTrace:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample without measurements: its id and the reason in one line."""
+    """A sample that failed: its id and the reason in one line."""
 
     sample_id: str
     reason: str
@@ -74,16 +85,16 @@ class Trace:
     """A finished trace, in memory.
 
     Attributes:
-        run: what was run.
+        run: the configuration of the run.
         sample_ids: the `sample` coordinate, failed samples included.
-        failures: sample id -> reason, for the failed ones.
+        failures: id of each failed sample -> reason.
         arrays: variable name -> array with `sample` as its first axis (except `kept_code`, `prompt_token` and
             `prompt_start`: one long axis of all samples, into which `kept_offset` or `prompt_offset` points). Failed
             samples hold NaN, integers 0; so do steps past the end of a complete sample's text, whose token is -1:
-            `measured` tells.
-        attrs: provenance as stored: format version, versions of libraries, device name, which layers were measured
-            where it is not all of them.
-        source: where it was read from, for messages and figures; `digest` its SHA-256, shortened.
+            see `measured`.
+        attrs: provenance as stored: format version, versions of libraries, device name, and the measured layers
+            where these are not all layers.
+        source: the file that it was read from, for messages and figures; `digest` is its SHA-256, shortened.
     """
 
     run: RunConfig
@@ -109,10 +120,10 @@ class Trace:
         counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
         return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
-    def layer_name(self, place: int) -> int:
-        """Return the decoder layer at an index along `layer`; they differ where only some layers are measured."""
-        text = self.attrs.get(MEASURED)
-        return layer_types.parse_measured(text)[0][place] if text else place
+    def layer_name(self, index: int) -> int:
+        """Return the number of the decoder layer at an index along `layer`; they differ where some are not measured."""
+        text = self.attrs.get(MEASURED_LAYERS)
+        return layer_types.parse_measured(text)[0][index] if text else index
 
     def get(self, name: str, analysis: str) -> NDArray[np.generic]:
         """Return a variable of the complete samples only: (sample, …). Raises TraceError where the trace lacks it.
@@ -134,13 +145,17 @@ class Trace:
         """Return the kept positions, (kept_entry,) ascending. Raises TraceError where the trace lacks them."""
         codes, offset, length = self._kept((sample, config, layer, head))
         start = int(offset)
-        return kept_codec.positions(codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample]))
+        return kept_codec.decode_positions(
+            codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample])
+        )
 
     def kept_masks(self, sample: int, config: int) -> NDArray[np.bool_]:
         """Return masks (layer, head, key), True where a position was kept. Raises TraceError as `kept`."""
         codes, offsets, lengths = self._kept((sample, config))
         tokens = int(self.arrays["prompt_tokens"][sample])
-        return kept_codec.masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(*offsets.shape, tokens)
+        return kept_codec.decode_masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(
+            *offsets.shape, tokens
+        )
 
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
         """Return (sample, layer, head) over complete samples: True where two configurations keep the same positions.
@@ -149,15 +164,15 @@ class Trace:
         positions the digests are compared. Raises TraceError where the trace has neither.
         """
         if DIGEST in self.arrays:
-            known = self.kept_digests()
-            return np.asarray(known[:, first] == known[:, second])
-        codes, *places = self._kept((self.ok,))
-        (here, there), (lengths, others) = ((values[:, first], values[:, second]) for values in places)
-        same = np.asarray(lengths == others)
-        distinct, of_head = np.unique(np.stack([here, there, lengths], axis=-1)[same], axis=0, return_inverse=True)
+            digests = self.kept_digests()
+            return np.asarray(digests[:, first] == digests[:, second])
+        codes, offsets, lengths = self._kept((self.ok,))
+        starts, other_starts, sizes = offsets[:, first], offsets[:, second], lengths[:, first]
+        same = np.asarray(sizes == lengths[:, second])
+        pairs, of_head = np.unique(np.stack([starts, other_starts, sizes], axis=-1)[same], axis=0, return_inverse=True)
         equal = [
-            one == other or np.array_equal(codes[one : one + length], codes[other : other + length])
-            for one, other, length in distinct.tolist()
+            start == other or np.array_equal(codes[start : start + size], codes[other : other + size])
+            for start, other, size in pairs.tolist()
         ]
         same[same] = np.array(equal, dtype=bool)[of_head.reshape(-1)]
         return same
@@ -168,18 +183,18 @@ class Trace:
         Digests are read where they are stored and computed where the positions are. Raises TraceError where the trace
         has neither.
         """
-        counts = self._whole("kept_count")
-        digests = self._whole(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
+        counts = self._complete_values("kept_count")
+        digests = self._complete_values(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
         if KEPT[2] in self.arrays:
-            offsets, lengths = (self._whole(name) for name in KEPT[:2])
-            own = kept_codec.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
-            digests = np.where(lengths > 0, own, digests)
+            offsets, lengths = (self._complete_values(name) for name in KEPT[:2])
+            computed = kept_codec.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
+            digests = np.where(lengths > 0, computed, digests)
         if ((digests == 0) & (counts > 0)).any():
-            raise TraceError(self._no_positions())
+            raise TraceError(self._no_positions_message())
         return np.asarray(np.where(counts > 0, digests, 0), dtype=np.int64)
 
-    def why_without_kept(self) -> str:
-        """Return what to do to get kept positions, where a complete sample lacks them; empty where all have them."""
+    def missing_positions_message(self) -> str:
+        """Return how to get kept positions where a complete sample lacks them; empty where none does."""
         try:
             self._kept((self.ok,))
         except TraceError as error:
@@ -202,7 +217,9 @@ class Trace:
         if name in self.failures:
             return FailedSample(name, self.failures[name])
         place = self.sample_ids.index(name)
-        return SampleTrace(name, sample_arrays(lambda one, where: self.arrays[one][where], self.arrays, place))
+        return SampleTrace(
+            name, sample_arrays(lambda variable, where: self.arrays[variable][where], self.arrays, place)
+        )
 
     def sel(
         self,
@@ -229,30 +246,34 @@ class Trace:
         if strange := choices.keys() - known:
             msg = f"expected choices of a configuration ({', '.join(known)}), got '{strange.pop()}'"
             raise TraceError(msg)
-        taken = [self.sample(name) for name in ids]
-        places = [place for place, config in enumerate(self.run.configs) if where(config) and _matches(config, choices)]
-        if not places or not ids:
+        samples = [self.sample(name) for name in ids]
+        indices = [
+            index for index, config in enumerate(self.run.configs) if where(config) and _matches(config, choices)
+        ]
+        if not indices or not ids:
             msg = f"expected a configuration of {choices} and a sample of {list(ids)}, got a trace without"
             raise TraceError(msg)
-        run = replace(self.run, samples=len(ids), configs=tuple(self.run.configs[place] for place in places))
-        return Trace.of(run, [_select_configs(one, places) for one in taken], self.attrs)
+        run = replace(self.run, samples=len(ids), configs=tuple(self.run.configs[index] for index in indices))
+        return Trace.from_samples(run, [_select_configs(sample, indices) for sample in samples], self.attrs)
 
     @staticmethod
-    def of(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], attrs: Mapping[str, str]) -> Trace:
+    def from_samples(run: RunConfig, samples: Sequence[SampleTrace | FailedSample], attrs: Mapping[str, str]) -> Trace:
         """Return the trace of a run's samples, in their order. Raises TraceError where their axes differ."""
-        failures = {one.sample_id: one.reason for one in samples if isinstance(one, FailedSample)}
-        ids = tuple(one.sample_id for one in samples)
-        shapes = ((one.sample_id, one.shapes() if isinstance(one, SampleTrace) else None) for one in samples)
+        failures = {sample.sample_id: sample.reason for sample in samples if isinstance(sample, FailedSample)}
+        ids = tuple(sample.sample_id for sample in samples)
+        shapes = (
+            (sample.sample_id, sample.shapes() if isinstance(sample, SampleTrace) else None) for sample in samples
+        )
         sizes, names = whole_sizes(run, ids, shapes)
-        arrays = {name: _empty(name, sizes) for name in VARIABLES if name in names}
+        arrays = {name: _empty_array(name, sizes) for name in VARIABLES if name in names}
         filled = dict.fromkeys(ROWS, 0)
-        for where, one in enumerate(samples):
-            if isinstance(one, SampleTrace):
-                write_sample(arrays, where, one, filled)
+        for index, sample in enumerate(samples):
+            if isinstance(sample, SampleTrace):
+                write_sample(arrays, index, sample, filled)
         return Trace(run, ids, arrays, failures, dict(attrs))
 
     def save(self, path: str | Path) -> Path:
-        """Write the trace file, whole or not at all; an existing file is replaced."""
+        """Write the trace file atomically; an existing file is replaced."""
         written: Path = _storage("trace.trace_writing").save(self, Path(path))
         return written
 
@@ -265,17 +286,18 @@ class Trace:
         return _storage("trace.export").to_table(self)
 
     def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the codes of all kept sets, with the offsets and lengths of those at an index. Raises TraceError."""
+        """Return the codes of all kept sets, and the offsets and lengths of those at an index. Raises TraceError."""
         stored = [self.arrays[name][where] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
         if len(stored) < 3 or ((stored[1] == 0) & (stored[2] != 0)).any():
-            raise TraceError(self._no_positions())
+            raise TraceError(self._no_positions_message())
         return np.asarray(self.arrays["kept_code"]), np.asarray(stored[0]), np.asarray(stored[1])
 
-    def _whole(self, name: str) -> NDArray[np.int64]:
+    def _complete_values(self, name: str) -> NDArray[np.int64]:
         """Return a variable of the complete samples, as int64."""
         return np.asarray(self.arrays[name][self.ok], dtype=np.int64)
 
-    def _no_positions(self) -> str:
+    def _no_positions_message(self) -> str:
+        """Return the message of the error for a trace without kept positions."""
         return (
             f"expected kept positions in {self.source or 'this trace'}, got one that was measured without them "
             "(--no-kept, kept=False); measure them into another file: perturbkv trace "
@@ -284,8 +306,10 @@ class Trace:
 
     def _title(self) -> str:
         run, complete = self.run, int(self.ok.sum())
-        words = " · random weights" if run.random_weights else ""
-        return line(f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{words}")
+        weights = " · random weights" if run.random_weights else ""
+        return escape_line(
+            f"{run.model} · {run.dataset} · {complete} of {len(self.sample_ids)} samples complete{weights}"
+        )
 
     def __repr__(self) -> str:
         return "\n".join([self._title(), *(f"  {label}" for label in self.run.labels())])
@@ -318,10 +342,10 @@ def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], place: 
     begin_and_end = {axis: _sample_rows(read, *ROWS[axis], place) for axis in set(rows.values())}
     for name in wanted:
         arrays[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else place))
-    for axis, own in begin_and_end.items():
+    for axis, rows_of_sample in begin_and_end.items():
         offset, _ = ROWS[axis]
         if offset in arrays:
-            arrays[offset] = np.maximum(arrays[offset] - own.start, 0)  # what holds nothing may begin anywhere
+            arrays[offset] = np.maximum(arrays[offset] - rows_of_sample.start, 0)  # of count 0, any offset is valid
     return arrays
 
 
@@ -334,10 +358,10 @@ def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, place
 
 def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
     """Return whether a configuration has these values, or one of the values of a list."""
-    values, written = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
+    values, texts = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
     return all(
         name in values
-        and any(_plain_value(one) in (values[name], written.get(name, values[name])) for one in _as_values(wanted))
+        and any(_plain_value(value) in (values[name], texts.get(name, values[name])) for value in _as_values(wanted))
         for name, wanted in choices.items()
     )
 
@@ -350,13 +374,13 @@ def _plain_value(value: Any) -> Any:
     return value.value if isinstance(value, Budget) else str(value) if isinstance(value, Choice) else value
 
 
-def _select_configs(sample: SampleTrace | FailedSample, places: Sequence[int]) -> SampleTrace | FailedSample:
-    """Return the part of a sample that belongs to some of its configurations, by index."""
+def _select_configs(sample: SampleTrace | FailedSample, indices: Sequence[int]) -> SampleTrace | FailedSample:
+    """Return the sample with some of its configurations, by index."""
     if isinstance(sample, FailedSample):
         return sample
-    whole = len(places) == sample.sizes()["config"]
+    whole = len(indices) == sample.sizes()["config"]
     arrays = {
-        name: np.take(array, places, axis=VARIABLES[name].dims.index("config"))
+        name: np.take(array, indices, axis=VARIABLES[name].dims.index("config"))
         if "config" in VARIABLES[name].dims
         else array
         for name, array in sample.arrays.items()
@@ -378,7 +402,7 @@ class Arrays(Protocol):
 def whole_sizes(
     run: RunConfig, sample_ids: Sequence[str], shapes: Iterable[tuple[str, Mapping[str, tuple[int, ...]] | None]]
 ) -> tuple[dict[str, int], set[str]]:
-    """Return the axis lengths of a run's trace, and the variables that it holds.
+    """Return the axis lengths of a run's trace, and the names of its variables.
 
     `shapes` are each sample's shapes by variable, None for a failed one. Raises TraceError where the samples' axes
     differ.
@@ -400,13 +424,13 @@ def whole_sizes(
 
 
 def fill_value(dtype: str) -> float | str:
-    """Return the fill value for what was not measured: NaN for floats, 0 for integers, "" for text."""
+    """Return the value of elements that were not measured: NaN for floats, 0 for integers, "" for text."""
     if dtype == "str":
         return ""
     return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
 
 
-def _empty(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
+def _empty_array(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
     """Return an array of a variable for all samples, filled with `fill_value`."""
     variable = VARIABLES[name]
     dtype = object if variable.dtype == "str" else variable.dtype
@@ -416,7 +440,7 @@ def _empty(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
 def write_sample(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
     """Write one sample at index `where` along `sample`, and after the `filled` part of the concatenated axes."""
     if "steps_measured" in arrays:
-        arrays["steps_measured"][where] = sample.sizes()["step"]  # all of them, unless it says
+        arrays["steps_measured"][where] = sample.sizes()["step"]  # unless the sample has the variable itself
     sizes = sample.sizes()
     offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
     for name, array in sample.arrays.items():
@@ -426,14 +450,14 @@ def write_sample(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[s
         elif name in offsets:
             arrays[name][where] = np.asarray(array) + filled[offsets[name]]
         elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
-            arrays[name][where] = _padded(array, arrays[name].shape[-1])
+            arrays[name][where] = _pad(array, arrays[name].shape[-1])
         else:
             arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" and not array.ndim else array
     for axis in offsets.values():
         filled[axis] += sizes[axis]
 
 
-def _padded(array: NDArray[Any], length: int) -> NDArray[Any]:
+def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
     """Return the array padded with NaN to `length` along its last axis."""
-    behind = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
-    return np.pad(array, behind, constant_values=np.nan)
+    widths = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
+    return np.pad(array, widths, constant_values=np.nan)

@@ -1,6 +1,6 @@
 """Reading files that a user names: regular files of limited size, UTF-8 text, and strict JSON.
 
-Any other file is refused, in one line that names it, before more than the limit is read. A named pipe without a writer
+Any other file is refused with an error of one line before more than the limit is read. A named pipe without a writer
 would block for ever, and a device never ends; a pipe that the shell opened for this process, `<(…)` or `|`, has a
 writer.
 """
@@ -30,45 +30,47 @@ _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: its description, size limit and error.
+    """A kind of file: its description, size limit and error for other files.
 
     Attributes:
-        what: description, such as "a sweep file (YAML)".
+        description: such as "a sweep file (YAML)".
         error: the exception for another file.
-        most: largest size in bytes.
-        hint: what to do, after a semicolon.
+        max_bytes: largest size.
+        hint: advice at the end of the error message.
     """
 
-    what: str
+    description: str
     error: type[PerturbkvError]
-    most: int = 256 * MIB
+    max_bytes: int = 256 * MIB
     hint: str = ""
 
     def check(self, path: Path, piped: bool = False) -> None:
-        """Raise `error` unless the path is a regular file of at most `most` bytes.
+        """Raise `error` unless the path is a regular file of at most `max_bytes`.
 
-        `piped`: whether a pipe that the shell opened is accepted too; it can be read only once, from its beginning.
+        `piped`: whether a pipe that the shell opened is accepted too; it can be read only once.
         """
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError as error:
-            raise self.refusal(path, "nothing" if isinstance(error, FileNotFoundError) else _reason(error)) from None
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode))
-        if kind and not (piped and stat.S_ISFIFO(found.st_mode) and _is_shell_pipe(path)):
+            raise self.refusal(
+                path, "nothing" if isinstance(error, FileNotFoundError) else _error_reason(error)
+            ) from None
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode))
+        if kind and not (piped and stat.S_ISFIFO(status.st_mode) and _is_shell_pipe(path)):
             raise self.refusal(path, f"{kind}, not a regular file")
-        if found.st_size > self.most:
-            raise self.refusal(path, f"{found.st_size:,} bytes, more than {self.most // MIB:,} MiB")
+        if status.st_size > self.max_bytes:
+            raise self.refusal(path, f"{status.st_size:,} bytes, more than {self.max_bytes // MIB:,} MiB")
 
     def read_bytes(self, path: Path) -> bytes:
         """Return the file's bytes. Raises `error`."""
         self.check(path, piped=True)
         try:
             with path.open("rb") as stream:
-                content = stream.read(self.most + 1)
+                content = stream.read(self.max_bytes + 1)
         except OSError as error:
-            raise self.refusal(path, _reason(error)) from None
-        if len(content) > self.most:
-            raise self.refusal(path, f"more than {self.most // MIB:,} MiB")
+            raise self.refusal(path, _error_reason(error)) from None
+        if len(content) > self.max_bytes:
+            raise self.refusal(path, f"more than {self.max_bytes // MIB:,} MiB")
         return content
 
     def read_text(self, path: Path) -> str:
@@ -89,8 +91,8 @@ class FileKind:
             raise self.refusal(path, f"text that is no JSON ({error})") from None
 
     def refusal(self, path: Path, got: str) -> PerturbkvError:
-        """Return the error for a file that is something else."""
-        return self.error(f"expected {self.what} at {path}, got {got}{self.hint and f'; {self.hint}'}")
+        """Return the error for a file that is not of this kind; `got` says what it is."""
+        return self.error(f"expected {self.description} at {path}, got {got}{self.hint and f'; {self.hint}'}")
 
 
 def _is_shell_pipe(path: Path) -> bool:
@@ -98,7 +100,7 @@ def _is_shell_pipe(path: Path) -> bool:
 
 
 def parse_json(text: str, finite: bool = True) -> Any:
-    """Return the value of a JSON text. Raises ValueError, in a few words, for an invalid one.
+    """Return the value of a JSON text. Raises ValueError with a short message for invalid text.
 
     `finite`: whether NaN and infinities, which Python writes into JSON, are invalid.
 
@@ -107,8 +109,8 @@ def parse_json(text: str, finite: bool = True) -> Any:
     """
     try:
         if not finite:
-            return json.loads(text, parse_int=_int)
-        return json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
+            return json.loads(text, parse_int=_parse_int)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float, parse_int=_parse_int)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         msg = f"{error.msg}: {where}"
@@ -118,20 +120,20 @@ def parse_json(text: str, finite: bool = True) -> Any:
         raise ValueError(msg) from None
 
 
-def _constant(word: str) -> NoReturn:
+def _refuse_constant(word: str) -> NoReturn:
     msg = f"{word} is no number"
     raise ValueError(msg)
 
 
-def _float(digits: str) -> float:
-    found = float(digits)
-    if math.isinf(found):
-        msg = f"{_cut(digits)} is beyond every number"
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        msg = f"{digits if len(digits) <= 20 else f'{digits[:20]}…'} is beyond every number"
         raise ValueError(msg)
-    return found
+    return value
 
 
-def _int(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     try:
         return int(digits)
     except ValueError:
@@ -139,9 +141,5 @@ def _int(digits: str) -> int:
         raise ValueError(msg) from None
 
 
-def _cut(digits: str) -> str:
-    return digits if len(digits) <= 20 else f"{digits[:20]}…"
-
-
-def _reason(error: OSError) -> str:
+def _error_reason(error: OSError) -> str:
     return f"'{error.strerror or os.strerror(error.errno or 0)}'"

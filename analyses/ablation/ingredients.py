@@ -148,7 +148,7 @@ def _members(configs: Iterable[EvictionConfig]) -> _Members:
 
 
 def _alpha(config: EvictionConfig) -> Alpha:
-    return config.alpha_told if isinstance(config.alpha, AlphaTable) else config.alpha
+    return config.alpha_text if isinstance(config.alpha, AlphaTable) else config.alpha
 
 
 def _setting(trace: Trace, members: _Members, step: int) -> Setting:

@@ -17,7 +17,7 @@ from perturbkv.analyses.pairing import group_settings as alike
 from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.entry_counts import entries
+from perturbkv.configs.entry_counts import entry_count
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part
@@ -126,7 +126,7 @@ def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None
         options |= by.options
     first = _larger(config.protect_first, options.get("sinks", 0), config)
     recent = _larger(config.protect_recent, options.get("recent", 0), config)
-    return None if config.given or first is None or recent is None else (first, recent)
+    return None if config.is_external or first is None or recent is None else (first, recent)
 
 
 def _larger(first: float, second: float, config: EvictionConfig) -> int | float | None:
@@ -135,7 +135,7 @@ def _larger(first: float, second: float, config: EvictionConfig) -> int | float 
         return max(first, second)
     if not isinstance(budget := config.budget.value, int):
         return None
-    return max(entries(first, budget), entries(second, budget))
+    return max(entry_count(first, budget), entry_count(second, budget))
 
 
 def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) -> EvictionConfig | None:
@@ -143,14 +143,14 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
     if (ends := protection(config)) is None:
         return None
     scored = selection == BASELINE[1]
-    stages = {name: value for name, value in baseline.selection.told.items() if name in ("alpha", "split")}
+    stages = {name: value for name, value in baseline.selection.shown_options.items() if name in ("alpha", "split")}
     grouping = baseline.granularity.without(["product"] if scored else ["product", "reduce"])
     return EvictionConfig(
         config.budget,
-        Choice(BASELINE[0], baseline.policy.told if scored else {}),
+        Choice(BASELINE[0], baseline.policy.shown_options if scored else {}),
         Choice(selection, stages),
         config.window,
-        Choice(grouping.name, grouping.told),
+        Choice(grouping.name, grouping.shown_options),
         *ends,
     )
 

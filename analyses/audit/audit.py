@@ -24,10 +24,10 @@ from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, Decoded, Entries
+from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 EXACT, DIFFERS, UNREADABLE = "exact", "differs", "unreadable"
 EXIT_CODES = {EXACT: 0, DIFFERS: 1, UNREADABLE: 2}
@@ -165,7 +165,7 @@ class Audit(Result):
         return runs[0].failed or f"it refuses every situation: {runs[0].refused}"
 
     @property
-    def compared(self) -> list[tuple[Audited, Entries, Decoded]]:
+    def compared(self) -> list[tuple[AuditRun, CacheEntries, DecodeDistances]]:
         """The runs with entries and with decoding that was compared with the reference."""
         return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
 
@@ -175,7 +175,7 @@ class Audit(Result):
 
     def title(self) -> str:
         """Return the eviction and its reference."""
-        return line(f"{self.eviction} ({self.kind}, {self.about['dtype']}) against the masked reference")
+        return escape_line(f"{self.eviction} ({self.kind}, {self.about['dtype']}) against the masked reference")
 
     def lines(self) -> Sequence[Line]:
         """Return a line per prompt, situation and row."""
@@ -308,7 +308,7 @@ def conclude(trace: AuditTrace) -> Audit:
     return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
 
 
-def _shares(entries: Entries, tokens: int, bins: int) -> NDArray[np.float64]:
+def _shares(entries: CacheEntries, tokens: int, bins: int) -> NDArray[np.float64]:
     """Return the (layer, bin) share of positions that one prompt's kept sets hold."""
     edges = np.linspace(0, tokens, bins + 1).round()
     counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept]

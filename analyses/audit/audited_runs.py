@@ -17,8 +17,8 @@ from perturbkv.analyses.audit.faults import (
 )
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
-from perturbkv.audit_trace import Audited, AuditTrace, Decoded, Entries
-from perturbkv.escaping import line
+from perturbkv.audit_trace import AuditRun, AuditTrace, CacheEntries, DecodeDistances
+from perturbkv.escaping import escape_line
 
 _LAYERS = ("layer",)
 _SETS = ("layer", "kept set")
@@ -171,7 +171,7 @@ class AuditedRun(Record):
     @property
     def name(self) -> str:
         """The prompt and the situation."""
-        return f"{line(self.sample)}: {self.situation}{f', row {self.row}' if self.situation == 'batch' else ''}"
+        return f"{escape_line(self.sample)}: {self.situation}{f', row {self.row}' if self.situation == 'batch' else ''}"
 
 
 @record
@@ -225,7 +225,7 @@ class AuditLoss(Record):
     kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.three_digits)
 
 
-def audited_run(trace: AuditTrace, run: Audited, fault: Fault | None) -> AuditedRun:
+def audited_run(trace: AuditTrace, run: AuditRun, fault: Fault | None) -> AuditedRun:
     """Return the record of a run with its first difference."""
     decoded = run.decoded
     return AuditedRun(
@@ -243,7 +243,7 @@ def audited_run(trace: AuditTrace, run: Audited, fault: Fault | None) -> Audited
     )
 
 
-def _entries(trace: AuditTrace, run: Audited, entries: Entries) -> AuditedEntries:
+def _entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) -> AuditedEntries:
     kept = [[len(kept_set) for kept_set in layer] for layer in entries.kept]
     every = [kept_set for layer in entries.kept for kept_set in layer]
     return AuditedEntries(
@@ -285,7 +285,7 @@ def _range(counts: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def _step(run: Audited, decoded: Decoded, step: int) -> AuditedStep:
+def _step(run: AuditRun, decoded: DecodeDistances, step: int) -> AuditedStep:
     return AuditedStep(
         step=step,
         tokens=run.forwards[step],

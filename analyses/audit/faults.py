@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, record
-from perturbkv.audit_trace import SITUATIONS, Audited, Decoded, Entries
+from perturbkv.audit_trace import SITUATIONS, AuditRun, CacheEntries, DecodeDistances
 
 FLOORS = 4
 """Number of noise floors above which a distance is a difference (METHOD: Audit)."""
@@ -49,7 +49,7 @@ def floors_text(floors: float) -> str:
     return f"{floors:,.1f}" if floors < 100 else f"{floors:,.0f}"
 
 
-def fault_of_run(run: Audited) -> Fault | None:
+def fault_of_run(run: AuditRun) -> Fault | None:
     """Return the first difference of a run; None where there is none."""
     entries = None if run.entries is None else _entry_difference(run.entries)
     decoded = None if run.decoded is None else _decoding_difference(run.decoded)
@@ -64,12 +64,12 @@ Difference = tuple[int, int, int, str]
 """Layer, head, step, description."""
 
 
-def _entry_difference(entries: Entries) -> Difference | None:
+def _entry_difference(entries: CacheEntries) -> Difference | None:
     """Return the first difference between the entries and those of the full cache, by layer and head."""
     return min(_entry_differences(entries), key=lambda one: one[:2], default=None)
 
 
-def _entry_differences(entries: Entries) -> Iterator[Difference]:
+def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
     for layer in entries.repeated:
         times = _repetitions(entries)
         yield layer, 0, 0, f"every entry is cached {times}, once per query head (repeat_kv before caching)"
@@ -89,7 +89,7 @@ def _counted_differences(counts: NDArray[np.int64], words: str) -> Iterator[Diff
         yield int(layer), int(head), 0, words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
 
 
-def _repetitions(entries: Entries) -> str:
+def _repetitions(entries: CacheEntries) -> str:
     """Return how often an entry is cached: number of equal neighbouring sets in the first repeated layer."""
     sets = entries.kept[entries.repeated[0]]
     group = 1
@@ -98,7 +98,7 @@ def _repetitions(entries: Entries) -> str:
     return f"{group} times"
 
 
-def _decoding_difference(decoded: Decoded) -> Difference | None:
+def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
     """Return the first step, layer and head where decoding differs from the reference."""
     heads = np.argwhere(head_floors(decoded) > FLOORS)
     if len(heads):
@@ -112,7 +112,7 @@ def _decoding_difference(decoded: Decoded) -> Difference | None:
     return (-1, -1, int(logits[0, 0]), "the logits differ from the reference's") if len(logits) else None
 
 
-def _cause(decoded: Decoded, step: int) -> str:
+def _cause(decoded: DecodeDistances, step: int) -> str:
     """Return the cause of a difference in decoding, as far as positions or masks show it."""
     lag = float(decoded.behind[step])
     if lag:
@@ -133,27 +133,27 @@ def _position_error(lag: float) -> str:
     return f"new tokens stand {count:,.0f} {'position' if count == 1 else 'positions'} too {side}"
 
 
-def head_floors(decoded: Decoded) -> NDArray[np.float64]:
+def head_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
     """Return (step, layer, head) distances of head outputs in noise floors."""
     return np.asarray(decoded.head / decoded.head_floor[:, None])
 
 
-def layer_floors(decoded: Decoded) -> NDArray[np.float64]:
+def layer_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
     """Return (step, layer) distances in noise floors, the larger of a layer's worst head and its residual stream."""
     return np.asarray(np.fmax(head_floors(decoded).max(axis=-1), decoded.hidden / decoded.hidden_floor))
 
 
-def logit_floors(decoded: Decoded) -> NDArray[np.float64]:
+def logit_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
     """Return (step,) distances of the logits in noise floors."""
     return np.asarray(decoded.logits / decoded.logits_floor)
 
 
-def worst_floors(decoded: Decoded) -> float:
+def worst_floors(decoded: DecodeDistances) -> float:
     """Return the largest distance of layers and logits in noise floors."""
     return float(np.nanmax(np.concatenate([layer_floors(decoded).ravel(), logit_floors(decoded)])))
 
 
-def _floors_at(decoded: Decoded | None, layer: int, step: int) -> float:
+def _floors_at(decoded: DecodeDistances | None, layer: int, step: int) -> float:
     if decoded is None or step >= len(decoded.logits):
         return nan
     return float(logit_floors(decoded)[step] if layer < 0 else layer_floors(decoded)[step, layer])

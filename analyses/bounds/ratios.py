@@ -71,7 +71,7 @@ def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
 
     The others are quantised or corrected. Raises TraceError where no configuration is left.
     """
-    others = tuple(config for config in trace.run.configs if not config.evicts_alone)
+    others = tuple(config for config in trace.run.configs if not config.only_evicts)
     if not others:
         return trace, ()
     if len(others) == len(trace.run.configs):
@@ -80,7 +80,7 @@ def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
             f"{', '.join(config.label() for config in others)}"
         )
         raise TraceError(msg)
-    part = trace.sel(where=lambda config: config.evicts_alone)
+    part = trace.sel(where=lambda config: config.only_evicts)
     return replace(part, source=trace.source, digest=trace.digest), others
 
 

@@ -11,7 +11,7 @@ from perturbkv.analyses.quality.graded_tasks import metrics_text, term_notes
 from perturbkv.analyses.quality.score_columns import FULL, Cell, Layout, Row, ScoreColumn
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.escaping import line as in_a_line
+from perturbkv.escaping import escape_line as in_a_line
 
 BEST = "the highest mean of its budget, granularity and protection, by looking, for which no interval allows"
 """Meaning of bold scores and stars."""
@@ -192,15 +192,15 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
     import pyarrow as pa
     import pyarrow.csv
 
-    from perturbkv.storage.trace.export import guarded
+    from perturbkv.storage.trace.export import escape_formulas
 
     names = [*CSV, *(f"{name}{end}" for name in layout.columns for end in ("", " low", " high"))]
-    heads = guarded(pa.RecordBatch.from_pydict({"name": names})).column(0).to_pylist()
+    heads = escape_formulas(pa.RecordBatch.from_pydict({"name": names})).column(0).to_pylist()
     named, measured = zip(*(_csv_row(row, configs) for row in layout.rows), strict=True)
     texts = [pa.array(column, pa.string()) for column in zip(*named, strict=True)]
     values = [pa.array(column, pa.float64()) for column in zip(*measured, strict=True)]
     buffer = io.BytesIO()
-    pyarrow.csv.write_csv(guarded(pa.RecordBatch.from_arrays([*texts, *values], names=heads)), buffer)
+    pyarrow.csv.write_csv(escape_formulas(pa.RecordBatch.from_arrays([*texts, *values], names=heads)), buffer)
     return buffer.getvalue().decode()
 
 

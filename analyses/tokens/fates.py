@@ -13,7 +13,7 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT
-from perturbkv.storage.trace.texts import pieces_of
+from perturbkv.storage.trace.texts import token_texts
 from perturbkv.trace import SampleTrace, Trace
 
 
@@ -63,7 +63,7 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
         sample=measured.sample_id,
         index=trace.sample_ids.index(measured.sample_id),
         tokens=tuple(np.asarray(measured.arrays["prompt_token"]).tolist()),
-        pieces=tuple(pieces_of(measured)),
+        pieces=tuple(token_texts(measured)),
         compressed=int(measured.arrays["prompt_tokens"]),
         cut_tokens=int(measured.arrays["cut_tokens"]),
     )

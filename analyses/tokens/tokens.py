@@ -34,7 +34,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.escaping import Passage, Span, line, visible
+from perturbkv.escaping import HighlightedText, Span, escape_line, show_control_characters
 from perturbkv.trace import Trace
 
 ANALYSIS = "tokens"
@@ -200,7 +200,7 @@ class Tokens(Result):
         """Return how many tokens both sides keep, and by how much the head's output moves with each side."""
         head, (first, second) = self.shown, side_names(self.baseline, self.treatment)
         why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[self.chosen]
-        opening = f"Of '{line(self.sample)}', head {head.name}{why}:"
+        opening = f"Of '{escape_line(self.sample)}', head {head.name}{why}:"
         if not head.baseline_only and not head.treatment_only:
             same = f"{second} keeps the same {plural(head.both, 'token')} as {first}"
             return f"{opening} {same} (b = {self.baseline.budget})."
@@ -252,24 +252,24 @@ class Tokens(Result):
             for token in self.tokens
         ]
 
-    def _legend(self) -> Passage:
+    def _legend(self) -> HighlightedText:
         """Return the legend of looks, with the number of tokens of each."""
         words = self._fate_words()
         spans = [Span(f"{words[fate]} {self.counts[fate]:,}", LOOKS[fate]) for fate in words if fate in self.counts]
-        return Passage([part for span in spans for part in (span, Span("  ", "plain"))][:-1])
+        return HighlightedText([part for span in spans for part in (span, Span("  ", "plain"))][:-1])
 
     def _fate_words(self) -> dict[str, str]:
         first, second = side_names(self.baseline, self.treatment)
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
 
-    def _prompt_passage(self) -> Passage:
+    def _prompt_passage(self) -> HighlightedText:
         """Return the prompt; long parts without a difference are folded."""
         differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
         spans: list[Span] = []
         for first, end, shown in shown_parts(differs, self.everything):
             spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
-        return Passage(spans)
+        return HighlightedText(spans)
 
     def _fold_note(self, first: int, end: int) -> str:
         counts, words = Counter(self.fates[first:end]), self._fate_words()
@@ -325,7 +325,7 @@ class Tokens(Result):
 
 def _one_line(text: str) -> str:
     """Return text without line breaks and control characters."""
-    return visible(text).replace("\n", "")
+    return show_control_characters(text).replace("\n", "")
 
 
 def tokens(

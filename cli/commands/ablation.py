@@ -12,7 +12,7 @@ from perturbkv.cli import console
 from perturbkv.cli.choices import check_distinct, split_names
 from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
-from perturbkv.configs.choice import Choice, as_choice, halves, parse
+from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import EVICT_NOTHING
 from perturbkv.errors import ConfigError
@@ -121,7 +121,7 @@ def _with_selection(method: str) -> str:
     """Return a method; a policy without a selection gets the first of its own."""
     from perturbkv.selection.policies import registry
 
-    if len(halves(method)) > 1:
+    if len(split_policy_and_selection(method)) > 1:
         return method
     return f"{method}:{registry.info(parse(method).name).selections[0]}"
 

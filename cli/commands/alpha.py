@@ -21,7 +21,7 @@ from perturbkv.cli.session import Analysis, Session, analysis
 from perturbkv.configs.alpha_table import BY
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, PerturbkvError
-from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile
 from perturbkv.user_files import MIB, FileKind
 
@@ -66,7 +66,7 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
     }
     for by, table in result.shares.items():
         document = json.dumps({**table.to_document(), "about": about}, indent=1, ensure_ascii=False) + "\n"
-        write_whole(_table_path(folder, by), lambda stream, text=document: stream.write(text.encode()))  # type: ignore[misc]
+        write_atomically(_table_path(folder, by), lambda stream, text=document: stream.write(text.encode()))  # type: ignore[misc]
 
 
 def _table_path(folder: Path, by: str) -> Path:

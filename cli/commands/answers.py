@@ -17,7 +17,7 @@ from perturbkv.cli.saving import text_file
 from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.storage.atomic_files import write_whole
+from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import Lock, OutputFile, OutputFolder, resumable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
     files = _table_files(output.path)
     output.claim(*files)
     for file, text in zip(files, (result.to_latex(), result.to_markdown(), result.to_csv()), strict=True):
-        write_whole(file.path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
+        write_atomically(file.path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
     return [str(file.path) for file in files]
 
 

@@ -302,7 +302,7 @@ def _equal_bytes_configs(
     """Return every method at every budget and number of bits; then the full cache in few bits."""
     if files is None:
         return ()
-    d_head = Shape.of(files.config, 2, 0).d_head
+    d_head = Shape.from_config(files.config, 2, 0).d_head
     base = dataclasses.replace(run, granularity=run.granularity or ["kv"])
     filling = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
     unevicted = dataclasses.replace(base, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])

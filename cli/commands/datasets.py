@@ -19,7 +19,7 @@ from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planned_run import encode_prompts
 from perturbkv.errors import ConfigError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.models.aliases import DEFAULT
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[in
 
 def show_prompt(document: Mapping[str, Any]) -> None:
     """Print a prompt: its numbers, then its text with its marks."""
-    console.say(f"\nsample {line(document['sample'])}", bold=True)
+    console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
         ("tokens", f"{document['tokens']:,}"),
@@ -240,6 +240,6 @@ def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> N
         console.print_json({**header, "dataset_options": encoded.options, "samples": documents})
         return
     template = "chat template" if encoded.chat_template else "no chat template"
-    console.say(line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
+    console.say(escape_line(f"{run.dataset} · as {run.model} sees it · {template}"), bold=True)
     for document in documents:
         show_prompt(document)

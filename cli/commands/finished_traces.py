@@ -18,7 +18,7 @@ from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
 from perturbkv.cli.session import say_failures
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def export(
     """
     from perturbkv.storage.trace.export import (
         SUFFIXES,
-        check_other,
+        check_not_source,
         check_suffix,
         columns,
         tokens_path,
@@ -54,7 +54,7 @@ def export(
     for path in paths:
         check_suffix(path)
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-        check_other(trace, path)
+        check_not_source(trace, path)
     finished = read_trace(trace)
     token_paths = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
     for path in token_paths:
@@ -85,9 +85,9 @@ def merge(
 
     A missing shard is named, with the command that measures it. Killed at any moment, the same command goes on.
     """
-    from perturbkv.storage.run.joining import join
+    from perturbkv.storage.run.shard_merging import merge_shards
 
-    joined = {path: join(path, overwrite=overwrite, wait=wait) for path in _trace_paths(output)}
+    joined = {path: merge_shards(path, overwrite=overwrite, wait=wait) for path in _trace_paths(output)}
     if as_json:
         console.print_json({"merged": [{**describe(path), "shards": count} for path, count in joined.items()]})
     failed = [report_run(path, as_json) for path in joined]
@@ -97,7 +97,7 @@ def merge(
 
 def _trace_paths(output: Path) -> list[Path]:
     """Return the trace that an --output names, or those of its data sets. Raises TraceError where there is none."""
-    from perturbkv.storage.run.shards import beside
+    from perturbkv.storage.run.shards import find_shards
 
     if output.suffix in HDF5:
         return [output]
@@ -106,9 +106,9 @@ def _trace_paths(output: Path) -> list[Path]:
         msg = f"expected a trace, got its shard {shard[2]}/{shard[3]}; perturbkv merge {trace} joins all of them"
         raise TraceError(msg)
     single = output / "trace.h5"
-    is_single = single.exists() or beside(single)
+    is_single = single.exists() or find_shards(single)
     several = [] if is_single else [folder / single.name for folder in sorted(output.glob("*/"))]
-    traces = [path for path in [single, *several] if path.exists() or beside(path)]
+    traces = [path for path in [single, *several] if path.exists() or find_shards(path)]
     if not traces:
         msg = (
             f"expected a trace or shards of one in {output}, got neither; make some with --shard and --output {output}"
@@ -133,12 +133,12 @@ def report(
     configurations in it and see which heads they change, which words of a prompt they keep, and what that costs.
     """
     from perturbkv.reporting.report import report as make
-    from perturbkv.storage.trace.export import check_other
+    from perturbkv.storage.trace.export import check_not_source
     from perturbkv.storage.trace.trace_file import read_trace
 
     path = output or traces[0].parent / "report.html"
     for trace in traces:
-        check_other(trace, path)
+        check_not_source(trace, path)
     if path.suffix.lower() not in ("", ".html", ".htm"):
         msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
         raise ConfigError(msg)
@@ -176,23 +176,23 @@ def describe_trace(
         *_answer_rows(description),
         ("kept positions", _stored(description, description.with_kept)),
         *_cache_rows(description.caches),
-        *((line(name), line(value)) for name, value in sorted(description.attrs.items())),
+        *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
     ]
     console.table(str(trace), ["", ""], facts)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
         (
-            line(name),
-            " ".join(map(line, variable.dims)),
+            escape_line(name),
+            " ".join(map(escape_line, variable.dims)),
             "×".join(map(str, variable.shape)),
-            line(variable.units),
+            escape_line(variable.units),
             f"{variable.nbytes:,}",
         )
         for name, variable in description.variables.items()
     ]
     console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
-        console.say(line(f"failed: {reason}"))
+        console.say(escape_line(f"failed: {reason}"))
 
 
 def _answer_rows(description: Description) -> list[tuple[str, str]]:

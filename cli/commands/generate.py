@@ -23,10 +23,10 @@ from perturbkv.cli.session import say_failures
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage import json_lines
 from perturbkv.storage.answers_file import FILE, is_row
-from perturbkv.storage.output import Lock, OutputFolder, refusals, resumable
+from perturbkv.storage.output import Lock, OutputFolder, resumable, translate_os_errors
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _SHOWN = 400
 
 def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """Print a sample: the accepted answers, every answer, and the relative perturbation of each compression."""
-    console.say(f"\n{line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
+    console.say(f"\n{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
     names = dict(zip(row["evicted"], short_names(configs), strict=True))
     rows = [("expected", "", "", "", shorten(" | ".join(expected)))] if expected else []
@@ -153,7 +153,7 @@ def _answer_samples(
     made_with = provenance_object(provenance(planned))
     first_line, rows = _open_file(path, header, made_with, run.overwrite)
     try:
-        with refusals(path):
+        with translate_os_errors(path):
             _generate(run, planned, path, rows, header, failed, lock)
             return _sort_rows(planned, path, first_line, rows)
     except KeyboardInterrupt:
@@ -178,7 +178,7 @@ def _show(
         show(row, configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
     console.say(text.cache_share_note(shares, compress_every))
-    if names := dict.fromkeys(config.policy.name for config in configs if config.reads):
+    if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):
         console.say(f"{', '.join(names)}: {text.READ_NOTE}")
     console.say(f"written to {path}, every answer whole")
 
@@ -192,8 +192,8 @@ def _open_file(
     """
     exists = os.path.lexists(path) and not overwrite
     first, *others = _KIND.read_text(path).split("\n") if exists else [""]
-    stored = json_lines.of_line(first)
-    rows = [row for row in map(json_lines.of_line, others) if row is not None]
+    stored = json_lines.parse_line(first)
+    rows = [row for row in map(json_lines.parse_line, others) if row is not None]
     if exists and (stored is None or _stored_header(stored) != header):
         msg = f"{path} is of another run; give --overwrite or another --output"
         raise ConfigError(msg)
@@ -233,7 +233,7 @@ def _generate(
     from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
     from perturbkv.pipeline.answers.generation import AnswerOptions
 
-    names = {line["sample"] for line in rows}
+    names = {row["sample"] for row in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
     if not todo:
         return

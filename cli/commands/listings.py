@@ -76,13 +76,13 @@ def policies(
 
 
 def _list_policies(as_json: bool) -> None:
-    from perturbkv.configs.selections import ASKED, GIVEN
+    from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import known
 
     if as_json:
         console.print_json({"policies": [
-            {"name": row.name, "summary": row.summed_up(), "paper": row.paper, "budgets": row.budgets,
+            {"name": row.name, "summary": row.summary_line(), "paper": row.paper, "budgets": row.budgets,
              "selections": list(row.selections), "caches": list(row.caches()),
              "options": _options_document(row.options())}
             for row in known()
@@ -92,13 +92,13 @@ def _list_policies(as_json: bool) -> None:
         "policies",
         ["policy", "what, and its own options", "budgets"],
         [
-            (row.name, f"{row.summed_up()}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
+            (row.name, f"{row.summary_line()}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
             for row in known()
         ],
     )
     combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in compatible_choices()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
-    console.table("selections", ["selection", "what"], list(ASKED.items()))
+    console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
     console.say(
         "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md); what it keeps is "
@@ -112,9 +112,15 @@ def _describe(text: str, as_json: bool) -> None:
     Raises UnknownNameError for any other name, and ConfigError for options that it does not take.
     """
     from perturbkv.configs.option import complete_choice
-    from perturbkv.configs.plugins import of_file
+    from perturbkv.configs.plugins import refers_to_file
     from perturbkv.configs.precision import CORRECTION_OPTIONS, CORRECTIONS, PRECISION_OPTIONS, PRECISIONS
-    from perturbkv.configs.selections import ASKED, GRANULARITIES, GRANULARITY_OPTIONS, SELECTION_OPTIONS, SELECTIONS
+    from perturbkv.configs.selections import (
+        GRANULARITIES,
+        GRANULARITY_OPTIONS,
+        SELECTABLE,
+        SELECTION_OPTIONS,
+        SELECTIONS,
+    )
     from perturbkv.selection.policies import kvpress, registry
 
     choice, others = parse(text), {**SELECTIONS, **GRANULARITIES, **PRECISIONS, **CORRECTIONS}
@@ -125,12 +131,12 @@ def _describe(text: str, as_json: bool) -> None:
         options = known[choice.name]
         complete_choice(choice, f"'{choice.name}'", options)
         _show(choice, others[choice.name], "", options, as_json)
-    elif choice.name in registry.names() or of_file(choice.name):
+    elif choice.name in registry.names() or refers_to_file(choice.name):
         policy, choice = registry.info(choice.name), registry.name_first_argument(choice)
         registry.build(choice)
-        _show(choice, policy.summed_up(), policy.paper, policy.options(), as_json)
+        _show(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
     else:
-        names = dict.fromkeys([*registry.names(), *ASKED, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
+        names = dict.fromkeys([*registry.names(), *SELECTABLE, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
         raise UnknownNameError(text, "policy or selection", names)
 
 
@@ -145,9 +151,11 @@ def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option
     if not options:
         console.say("It has no options of its own.")
         return
-    console.table("", ["option", "default", "what"], [(key, one.written, one.about) for key, one in options.items()])
+    console.table(
+        "", ["option", "default", "what"], [(key, one.default_text, one.about) for key, one in options.items()]
+    )
     option = next(iter(options))
-    example = f"{choice.name}({option}={options[option].written})"
+    example = f"{choice.name}({option}={options[option].default_text})"
     console.say(f"written '{choice if choice.options else example}'")
     if (by := choice.options.get("by", OWN)) != OWN:
         console.say(f"it ranks by {by}: `perturbkv list policies '{as_choice(by).name}'` tells the options of that")

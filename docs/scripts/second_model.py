@@ -26,7 +26,7 @@ from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
 from perturbkv.figures import style
-from perturbkv.schema import MEASURED
+from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 
@@ -119,7 +119,7 @@ def about(models: Sequence[Model]) -> list[list[str]]:
 
 def measured(trace: Trace) -> str:
     """Which layers."""
-    return str(trace.attrs.get(MEASURED) or f"all {trace.arrays['theta'].shape[-2]}")
+    return str(trace.attrs.get(MEASURED_LAYERS) or f"all {trace.arrays['theta'].shape[-2]}")
 
 
 def told(trace: Trace) -> str:

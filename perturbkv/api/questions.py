@@ -27,9 +27,9 @@ from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
 from perturbkv.pipeline.run.searching import SearchSettings
 from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, rows_per_batch
-from perturbkv.storage.json_lines import sample_lines
-from perturbkv.storage.output import Lock, refusals
-from perturbkv.storage.patching_file import SwapStore
+from perturbkv.storage.json_lines import open_sample_lines
+from perturbkv.storage.output import Lock, translate_os_errors
+from perturbkv.storage.patching_file import PatchingStore
 
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.patching.patching import Patching
@@ -109,7 +109,7 @@ def game_of(ready: Plan, question: PatchingConfig) -> Game:
         raise ConfigError(msg)
     granularity = ready.run.configs[0].granularity.name
     heads = shape.heads if granularity == "query" else shape.kv_heads
-    game = Game.of(question, layer_types.measured_layers(config), heads, granularity)
+    game = Game.from_config(question, layer_types.measured_layers(config), heads, granularity)
     greedy_count(question, len(game.players), len(ready.prompts))
     return game
 
@@ -124,7 +124,7 @@ def cost(ready: Plan, question: PatchingConfig, game: Game) -> dict[str, int]:
     shapley = len(coalition.required_coalitions(players, orders))
     count = greedy_count(question, players, samples)
     greedy = sum(players - done for done in range(count)) + count
-    named = 2 + len(game.named) - 1
+    named = 2 + len(game.mixtures) - 1
     rows = min(rows_per_batch(prompt, ready.resolved, ready.shape, ready.resources) for prompt in ready.prompts)
     total = named + shapley + greedy
     return {"named": named, "shapley": shapley, "greedy": greedy, "mixtures": total, "rows": rows}
@@ -144,12 +144,12 @@ def run_patching(
     """
     game = game_of(ready, question)
     if path is None:
-        return _answer(MixtureMeasurer(ready, game, SwapStore(ready.run, game.kept_heads), told), question)
-    with Lock(path, wait), refusals(path):
+        return _answer(MixtureMeasurer(ready, game, PatchingStore(ready.run, game.kept_heads), told), question)
+    with Lock(path, wait), translate_os_errors(path):
         from perturbkv.analyses.json_values import provenance_object
 
         made_with = provenance_object(provenance(ready))
-        store = SwapStore(ready.run, game.kept_heads, path, overwrite, made_with)
+        store = PatchingStore(ready.run, game.kept_heads, path, overwrite, made_with)
         try:
             return _answer(MixtureMeasurer(ready, game, store, told), question)
         except KeyboardInterrupt:
@@ -278,6 +278,6 @@ def run_search(
     from perturbkv.analyses.questions.regret.regret import regret_of
 
     header = {"run": json.loads(ready.run.to_json()), "searches": asdict(searches)}
-    with sample_lines(path, header, overwrite, wait) as lines:
+    with open_sample_lines(path, header, overwrite, wait) as lines:
         rows = searching.search_samples(ready, searches, lines, progress)
     return regret_of(SearchResults(ready.run, rows, asdict(searches), provenance_object(provenance(ready))))

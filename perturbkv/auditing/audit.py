@@ -11,14 +11,14 @@ import transformers
 
 import perturbkv
 from perturbkv import memory
-from perturbkv.audit_trace import SITUATIONS, Audited, AuditTrace, PlainUse
+from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.external_run import plain_use, run
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
-from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableError
+from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 
 POSITIONS = "positions file"
@@ -54,7 +54,7 @@ class Settings:
 
 
 @torch.inference_mode()
-@memory.told()
+@memory.translate_allocation_errors()
 def audit(
     adapter: Adapter,
     prompts: Sequence[Prompt],
@@ -90,7 +90,7 @@ def audit(
             runs += _audit_prompt(adapter, prompt, eviction, settings)
             progress()
         trace = dataclasses.replace(blank, runs=tuple(runs), plain=_measure_plain_use(adapter, used[0], eviction))
-    except UnreadableError as error:
+    except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
     return _with_losses(trace, adapter, used, resources) if settings.losses else trace
 
@@ -119,7 +119,9 @@ def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> di
     }
 
 
-def _audit_prompt(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings) -> list[Audited]:
+def _audit_prompt(
+    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings
+) -> list[AuditRun]:
     """Measure all situations of one prompt; a file of positions has only the first."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
@@ -141,7 +143,7 @@ def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | Ke
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     try:
         return plain_use(adapter, eviction, situations.situation("single", ids, ids[-1:], 1))
-    except UnreadableError:
+    except UnreadableCacheError:
         raise
     except Exception:  # the runs record what reading raises
         return None

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
-from perturbkv.configs.choice import FIRST, Choice, parse
+from perturbkv.configs.choice import UNNAMED, Choice, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
-from perturbkv.configs.plugins import error_line, load_module
-from perturbkv.errors import ConfigError, UnknownNameError, UnreadableError
+from perturbkv.configs.plugins import format_error, load_module
+from perturbkv.errors import ConfigError, UnknownNameError, UnreadableCacheError
 from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
@@ -54,11 +54,11 @@ class Eviction:
     decode: Decode | None = None
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        """Return the evicted cache. Raises UnreadableError for anything but a transformers cache."""
+        """Return the evicted cache. Raises UnreadableCacheError for anything but a transformers cache."""
         cache = self.evict(model, input_ids, attention_mask)
         if not isinstance(cache, Cache):
             msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
-            raise UnreadableError(msg)
+            raise UnreadableCacheError(msg)
         return cache
 
 
@@ -131,7 +131,7 @@ def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[s
     try:
         cache_class(**options)
     except Exception as error:
-        msg = f"{name} cannot be made: {error_line(error)}"
+        msg = f"{name} cannot be made: {format_error(error)}"
         raise ConfigError(msg) from error
 
 
@@ -216,7 +216,7 @@ def _lookup(module: ModuleType, name: str, path: str) -> Any:
 
 def _options(choice: Choice, text: str) -> dict[str, Any]:
     """Return the options by name. Raises ConfigError for a positional one."""
-    if FIRST in choice.options:
+    if UNNAMED in choice.options:
         msg = f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         raise ConfigError(msg)
     return dict(choice.options)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.audit_trace import Audited, Decoded, PlainUse
+from perturbkv.audit_trace import AuditRun, DecodeDistances, PlainUse
 from perturbkv.auditing import kept_entries
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.kept_entries import FLOORS, EntryComparison, EntryTracker, first_of_groups, repeat_heads
@@ -36,7 +36,7 @@ from perturbkv.auditing.reference import (
 )
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
-from perturbkv.errors import UnreadableError
+from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.presses import restore_model
@@ -67,14 +67,14 @@ class ExternalRun:
     failed: str = ""
     refused: str = ""
 
-    def results(self, sample: str) -> list[Audited]:
+    def results(self, sample: str) -> list[AuditRun]:
         """Return the result of each row."""
         masks = self.tracker.masks
         noise = floors(self.adapter, self.full, self.situation) if masks else None
         reference = list(decode(self.adapter, self.full, self._completed(), masks)) if masks else []
         lengths = tuple(len(chunk) for chunk in self.situation.chunks)
         return [
-            Audited(
+            AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.passes)],
                 entries=EntryComparison(self.tracker, row, self.entry_floors).entries() if noise else None,
@@ -92,12 +92,12 @@ class ExternalRun:
             self.situation.counts_padding,
         )  # fmt: skip
 
-    def _decoded(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> Decoded:
+    def _decoded(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> DecodeDistances:
         layers, pairs = len(self.full), list(zip(self.passes, reference, strict=True))
         distances = [compare(one, other, row, layers) for one, other in pairs]
         agrees = [bool(one.logits[row, -1].argmax() == other.logits[row, -1].argmax()) for one, other in pairs]
         behind = [self._position_lag(one, other, row) for one, other in pairs]
-        return Decoded(
+        return DecodeDistances(
             head=_stack(distances, "head"), head_floor=_array(noise.head), hidden=_stack(distances, "hidden"),
             hidden_floor=_array(noise.hidden), logits=_stack(distances, "logits"), logits_floor=float(noise.logits),
             agrees=np.array(agrees), behind=np.array(behind), sees_later=any(map(sees_later, self.passes)),
@@ -125,8 +125,8 @@ def run(
 ) -> ExternalRun:
     """Run the eviction in a situation and record its exceptions.
 
-    `full` are the entries of the plain model, where they are known. Raises UnreadableError where the cache does not
-    show its entries.
+    `full` are the entries of the plain model, where they are known. Raises UnreadableCacheError where the cache does
+    not show its entries.
     """
     full = read(adapter, situation) if full is None else full
     external = ExternalRun(adapter, situation, full, EntryTracker(adapter, situation, full), entry_floors)
@@ -140,7 +140,7 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
     situation = external.situation
     try:
         cache = eviction.read(external.adapter.model, situation.ids, situation.attention_mask)
-    except UnreadableError:
+    except UnreadableCacheError:
         raise
     except NotImplementedError as error:
         external.refused = _message(error)
@@ -168,7 +168,7 @@ def _key_distance(cache: Cache, full: Layers) -> float:
     try:
         first = layer_tensors(cache)[0]
         (kept,) = recover([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)
-    except UnreadableError:
+    except UnreadableCacheError:
         return 0.0
     return float(torch.cat(kept.key_distance).sum())
 
@@ -193,7 +193,7 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache) -> None:
     """Add a forward pass; its entries, as large as the cache, are matched at once and freed."""
     if not record.is_complete(len(external.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
-        raise UnreadableError(msg)
+        raise UnreadableCacheError(msg)
     external.tracker.add_pass(record)
     record.forget_entries()
     external.passes.append(record)
@@ -211,7 +211,7 @@ def _logits(external: ExternalRun, eviction: Eviction, cache: Cache, chunk: int,
 
 
 def _check_keys(cache: Cache, external: ExternalRun) -> None:
-    """Raise UnreadableError for layers that contradict what the cache reports, or have more than the full cache.
+    """Raise UnreadableCacheError for layers that contradict what the cache reports, or have more than the full cache.
 
     A cache without keys as attributes may still pass them to the attention, and is not checked.
     """

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import Entries, Integers
+from perturbkv.audit_trace import CacheEntries, Integers
 from perturbkv.auditing.reference import EntryFloors, ForwardPass, visible
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
-from perturbkv.errors import UnreadableError
+from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 
@@ -50,7 +50,7 @@ class EntryTracker:
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add_pass(self, record: ForwardPass) -> None:
-        """Match the entries that a forward pass attended to. Raises UnreadableError."""
+        """Match the entries that a forward pass attended to. Raises UnreadableCacheError."""
         layers = range(len(self.full))
         entries = [record.previous_entries(layer) for layer in layers]
         attended = [_attended(record, layer) for layer in layers]
@@ -77,7 +77,7 @@ class EntryTracker:
         """Match every entry with those of the prompt and of the tokens decoded since."""
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
-            raise UnreadableError(msg)
+            raise UnreadableCacheError(msg)
         known = self._all_entries(entries)
         rows = [recover(entries, known, row) for row in range(self.situation.rows)]
         masks, by_layer = [], []
@@ -281,10 +281,10 @@ class EntryComparison:
         self.layers, self.attended = tracker.first[row], tracker.attended[row]
         self.padding = tracker.situation.padding[row]
 
-    def entries(self) -> Entries:
+    def entries(self) -> CacheEntries:
         """Return the comparison: kept sets, distances and changes (METHOD: Audit, 1 and 2)."""
         layers = range(len(self.layers))
-        return Entries(
+        return CacheEntries(
             kept=tuple(tuple(self._per_head(layer, self._kept)) for layer in layers),
             padded=self._per_layer(lambda layer: self._per_head(layer, self._padding_count)),
             strangers=self._per_layer(lambda layer: self._per_head(layer, _unknown_count)),

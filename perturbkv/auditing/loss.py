@@ -23,7 +23,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants.presses import KeptMasks
-from perturbkv.schema import MEASURED
+from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.selection.policies.registry import normalise
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import Trace
@@ -70,8 +70,8 @@ def measure_kept_sets(
         trace_sample(adapter, prompt, resolved_run, resources, masks)
         for prompt, masks in zip(prompts, kept, strict=True)
     ]
-    told = layer_types.told(adapter.config)
-    return Trace.of(config, measured, {**({MEASURED: told} if told else {}), **(attrs or {})})
+    told = layer_types.format_measured(adapter.config)
+    return Trace.from_samples(config, measured, {**({MEASURED_LAYERS: told} if told else {}), **(attrs or {})})
 
 
 CONTROLS = ("attention", "two-stage", "random", "hindsight")

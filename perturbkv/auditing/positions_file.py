@@ -20,13 +20,13 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import Audited, Decoded, Entries
+from perturbkv.audit_trace import AuditRun, CacheEntries, DecodeDistances
 from perturbkv.auditing import reference
 from perturbkv.auditing.reference import ForwardPass
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers
 from perturbkv.datasets.encode import Prompt
-from perturbkv.errors import ConfigError, UnreadableError
+from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.user_files import MIB, FileKind, parse_json
 
@@ -57,7 +57,7 @@ class KeptFile:
     logits: NDArray[np.float64] | None = None
 
     def check(self, layers: int, heads: Sequence[int], tokens: int, vocab: int) -> None:
-        """Raise UnreadableError where the positions do not fit this model and a prompt of `tokens` entries."""
+        """Raise UnreadableCacheError where the positions do not fit this model and a prompt of `tokens` entries."""
         if len(self.kept) != layers:
             self._refuse(f"it has {len(self.kept)} layers, the model {layers}")
         for layer, sets in enumerate(self.kept):
@@ -81,13 +81,13 @@ class KeptFile:
 
     def _refuse(self, reason: str) -> None:
         msg = f"{self.name}: {reason}"
-        raise UnreadableError(msg)
+        raise UnreadableCacheError(msg)
 
 
 def read(path: Path) -> KeptFile:
     """Return the content of a file of kept positions.
 
-    Raises ConfigError where it does not exist, UnreadableError where it does not follow docs/audit.md.
+    Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/audit.md.
     """
     _FILE.check(path)
     try:
@@ -101,7 +101,7 @@ def read(path: Path) -> KeptFile:
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         msg = f"{path} does not hold kept positions as docs/audit.md lays them out: {type(error).__name__}: {error}"
-        raise UnreadableError(msg) from None
+        raise UnreadableCacheError(msg) from None
 
 
 def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
@@ -161,8 +161,8 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
-        if size > _FILE.most:
-            msg = f"it unpacks to {size:,} bytes, more than {_FILE.most // MIB:,} MiB"
+        if size > _FILE.max_bytes:
+            msg = f"it unpacks to {size:,} bytes, more than {_FILE.max_bytes // MIB:,} MiB"
             raise ValueError(msg)
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -193,32 +193,32 @@ def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
     return prompts[0]
 
 
-def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> Audited:
+def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditRun:
     """Return the kept sets of a file, and the distances of its logits from those of the masked reference.
 
-    Raises UnreadableError where the positions do not fit this model and prompt.
+    Raises UnreadableCacheError where the positions do not fit this model and prompt.
     """
     sizes = (adapter.kv_heads, adapter.heads)
     file.check(len(adapter.layers), sizes, len(ids), int(adapter.config.vocab_size))
     steps = 0 if file.logits is None else len(file.logits)
     decoded = _compare_logits(adapter, ids, file, steps) if steps else None
-    return Audited(
+    return AuditRun(
         sample, "single", 0, len(ids), 0, (1,) * steps, entries=_entries(file, len(adapter.layers)), decoded=decoded
     )
 
 
-def _entries(file: KeptFile, layers: int) -> Entries:
+def _entries(file: KeptFile, layers: int) -> CacheEntries:
     """Return entries of known positions; keys and values are unknown."""
     shape = (layers, len(file.kept[0]))
     none, zero = np.zeros(shape, dtype=np.int64), np.zeros(shape)
-    return Entries(
+    return CacheEntries(
         kept=file.kept, padded=none, strangers=none, duplicates=none, unordered=none > 0, key_distance=zero,
         value_distance=zero, key_floor=np.zeros(layers), value_floor=np.zeros(layers),
         altered=tuple(("",) * shape[1] for _ in range(layers)),
     )  # fmt: skip
 
 
-def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> Decoded:
+def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
     """Compare the logits of a file with those of the reference; heads and layers are unknown."""
     tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
     decoded = reference.greedy(adapter, ids, steps) if tokens is None else tokens
@@ -227,7 +227,7 @@ def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile
     passes = list(reference.decode(adapter, full, single, _masks(file, single, full)))
     floors = reference.floors(adapter, full, single)
     external = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
-    return Decoded(
+    return DecodeDistances(
         head=np.full((steps, len(full), adapter.heads), np.nan), head_floor=floors.head.numpy(),
         hidden=np.full((steps, len(full)), np.nan), hidden_floor=floors.hidden.numpy(),
         logits=np.array([_logits_distance(logits, one) for logits, one in zip(external, passes, strict=True)]),

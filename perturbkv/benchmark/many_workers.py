@@ -38,9 +38,9 @@ from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_t
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.joining import ShardWriter
 from perturbkv.storage.run.journal import Journal, journal_path
-from perturbkv.storage.run.shards import ShardRecord, beside
+from perturbkv.storage.run.shard_merging import ShardWriter
+from perturbkv.storage.run.shards import ShardRecord, find_shards
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -274,7 +274,7 @@ def _time_single_file(run: Plan, folder: Path) -> float:
     path = folder / "once.h5"
     journal = Journal(journal_path(path))
     journal.begin(run.run)
-    for shard in beside(folder / "merged.h5"):
+    for shard in find_shards(folder / "merged.h5"):
         for entry in shard.journal.folder.glob("*.npz"):
             os.link(entry, journal.folder / entry.name)
     writer = TraceWriter(path, run.run, run.prompts.ids, {})

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from perturbkv.storage.run.joining import join
+from perturbkv.storage.run.shard_merging import merge_shards
 
 
 def process_bytes(field: str) -> int:
@@ -33,7 +33,7 @@ def reset_peak() -> None:
 def main(path: Path) -> None:
     """Merge the shards of a trace; print seconds and peak bytes."""
     start = time.perf_counter()
-    join(path)
+    merge_shards(path)
     result = {"seconds": time.perf_counter() - start, "peak": process_bytes("VmHWM")}
     sys.stdout.write(json.dumps(result) + "\n")
 

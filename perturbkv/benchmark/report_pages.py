@@ -212,7 +212,7 @@ def _kept_sets(
             own[: shape[3]] = common[: shape[3]] if config < 2 else own[: shape[3]]
             least = np.partition(own, tokens - count, axis=1)[:, tokens - count, np.newaxis]
             masks = np.packbits(own >= least, axis=1)
-            code, length = kept_codec.of_masks(masks, np.bitwise_count(masks).sum(axis=1).astype(np.int64))
+            code, length = kept_codec.encode_masks(masks, np.bitwise_count(masks).sum(axis=1).astype(np.int64))
             rows.append(code)
             lengths.append(length)
     code_lengths = np.concatenate(lengths)

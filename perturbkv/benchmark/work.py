@@ -285,7 +285,7 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
         for name, work in runs.items():
             with timed(lambda: wait(adapter.device)) as spent:
                 taken[name].append(seconds(work, adapter.device))
-    return {"seconds": taken, "phases": dict(spent), "batches": len(planned.batches.places)}
+    return {"seconds": taken, "phases": dict(spent), "batches": len(planned.batches.indices)}
 
 
 @torch.inference_mode()

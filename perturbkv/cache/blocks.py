@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.cache.entries import EntryPool, Reader
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 
@@ -74,7 +74,7 @@ class Block:
         indices = query_indices(segments, self.keys.device)
         if len(kept) == len(self.segments):
             return replace(self, segments=segments, query_index=indices)
-        chosen, longest = on_device(kept, self.keys.device), segments[0].length
+        chosen, longest = to_device(kept, self.keys.device), segments[0].length
         keys, values = (kind[chosen, :longest] for kind in (self.keys, self.values))
         padding = None if self.padding is None else self.padding[chosen, :longest]
         return Block(segments, keys, values, padding, indices)
@@ -144,7 +144,7 @@ class Packed:
         lengths = [segment.length for segment in segments]
         first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
         begins = [*(self.begins[index] - first for index in kept), end - first]
-        starts, used = (on_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
+        starts, used = (to_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
         keys, values, indices = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
         return Packed(segments, keys, values, begins, starts, used, indices, self.kernel)
 
@@ -169,16 +169,16 @@ def select_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[
 
 def query_indices(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the index of each segment's queries into (row, head, …)."""
-    rows = on_device([[segment.row] for segment in segments], device)
-    first = on_device([[segment.head * segment.group] for segment in segments], device)
+    rows = to_device([[segment.row] for segment in segments], device)
+    first = to_device([[segment.head * segment.group] for segment in segments], device)
     return rows, first + torch.arange(segments[0].group, device=device)
 
 
 def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
     """Return a block in which shorter segments repeat their last entry, which attention masks."""
     longest, device = segments[0].length, kept.keys.device
-    lengths = on_device([[segment.length] for segment in segments], device)
-    starts = on_device([[segment.start] for segment in segments], device)
+    lengths = to_device([[segment.length] for segment in segments], device)
+    starts = to_device([[segment.start] for segment in segments], device)
     index = torch.arange(longest, device=device)
     keys, values = kept.take(starts + torch.minimum(index, lengths - 1))
     padding = index >= lengths if segments[-1].length < longest else None
@@ -188,8 +188,8 @@ def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
 def packed_block(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
     """Return the concatenated segments."""
     device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
-    starts = on_device(begins, device)
-    shift = on_device([segment.start for segment in segments], device) - starts[:-1]
+    starts = to_device(begins, device)
+    shift = to_device([segment.start for segment in segments], device) - starts[:-1]
     shifts = shift.repeat_interleave(starts.diff(), output_size=begins[-1])
     keys, values = kept.take(shifts + torch.arange(begins[-1], device=device))
     return Packed(

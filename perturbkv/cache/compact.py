@@ -23,7 +23,7 @@ from perturbkv.cache.ragged import build
 from perturbkv.cache.sliding import FIRST, SlidingLayer, Tail, Window, merge_sinks
 from perturbkv.cache.stand_in import StandIn, merge_stand_ins
 from perturbkv.configs.resources import SLACK
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 
@@ -102,7 +102,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         """Return True where a tail entry is later than the query, or is already in the row's block."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         index = torch.arange(self.length, device=device)
-        compressed = on_device(self.tail_from, device).view(-1, 1, 1, 1)
+        compressed = to_device(self.tail_from, device).view(-1, 1, 1, 1)
         return (index > newest.unsqueeze(-1)) | (index < compressed)
 
     @property
@@ -214,7 +214,7 @@ class CompactCache(Cache):  # type: ignore[misc]
         if not any(self.position_offsets):
             return None
         seen: int = self.get_seq_length()
-        first = seen - on_device(self.position_offsets, device)
+        first = seen - to_device(self.position_offsets, device)
         return first.unsqueeze(-1) + torch.arange(tokens, device=device)
 
     @property

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from perturbkv.configs.layer_types import FULL, is_mixed
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.errors import ModelError
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -154,12 +154,12 @@ def gather_kept(
     for group in groups:
         rows = [row for row, config in enumerate(group.config_indices) if config in batch]
         if rows:
-            chosen = slice(None) if len(rows) == len(group.config_indices) else on_device(rows, key.device)
+            chosen = slice(None) if len(rows) == len(group.config_indices) else to_device(rows, key.device)
             masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
             order += [group.config_indices[row] for row in rows]
     kept = torch.cat(masks)
     segment, position = _nonzero(kept, sum(sum(lengths[config]) for config in order))
-    starts = on_device(
+    starts = to_device(
         [start for config in order for start in _starts(len(lengths[config]), *key.shape[:2])], key.device
     )
     pieces = torch.split(starts[segment] + position, [sum(lengths[config]) for config in order])

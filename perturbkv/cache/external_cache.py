@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.errors import UnreadableError
+from perturbkv.errors import UnreadableCacheError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of each layer, (batch, kv_head, entry, d_head)."""
@@ -26,7 +26,7 @@ LayerEntries = tuple[Tensor, Tensor]
 
 
 def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values of every layer. Raises UnreadableError where a layer has none."""
+    """Return keys and values of every layer. Raises UnreadableCacheError where a layer has none."""
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     layers = getattr(cache, "layers", None)
@@ -51,8 +51,8 @@ def matching_rows(
 ) -> list[tuple[LayerEntries, LayerEntries]]:
     """Return one row's entries per layer, in an external cache and in the full one, whose shapes are compatible.
 
-    A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises UnreadableError
-    with the incompatible shapes.
+    A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises
+    UnreadableCacheError with the incompatible shapes.
     """
     theirs, whole = layer_tensors(external), layer_tensors(full)
     if len(theirs) != len(whole):
@@ -69,7 +69,7 @@ def _select_row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
 
 
 def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
-    """Raise UnreadableError unless keys and values are (batch, kv_head, entry, d_head) like the full ones."""
+    """Raise UnreadableCacheError unless keys and values are (batch, kv_head, entry, d_head) like the full ones."""
     keys, values = layer
     if keys.ndim != 4 or keys.shape != values.shape:
         shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
@@ -88,7 +88,7 @@ def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: in
 
 
 def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> None:
-    """Raise UnreadableError where the cache reports one length, not the prompt's, that some layers do not have."""
+    """Raise UnreadableCacheError where the cache reports one length, not the prompt's, that some layers do not have."""
     if not isinstance(external, Cache):
         return
     reported = {int(external.get_seq_length(index)) for index in range(len(layers))}
@@ -102,7 +102,7 @@ def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> Non
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise UnreadableError(reason)
+    raise UnreadableCacheError(reason)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def recover(
         padding: entries of padding before the prompt in the full cache's row; positions are counted after them.
         first: number of the first layer, where only some are given.
 
-    Raises UnreadableError for a cache without keys, layers whose lengths contradict the cache's own report, more
+    Raises UnreadableCacheError for a cache without keys, layers whose lengths contradict the cache's own report, more
     entries than the prompt has, and shapes other than the full cache's.
     """
     return [_match_layer(theirs, whole, padding) for theirs, whole in matching_rows(external, full, row, first)]

@@ -24,7 +24,7 @@ from perturbkv.cache.entries import KeptBatch, KeptEntries
 from perturbkv.configs import selections
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import correction_bits, stored_bits
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 
 
 def quantise_dequantise(
@@ -36,7 +36,7 @@ def quantise_dequantise(
     becomes its minimum. Numbers beyond 16-bit floats give NaN or infinity. Computed in float32; the result has the
     data's dtype.
     """
-    lengths = on_device(list(groups), data.device)
+    lengths = to_device(list(groups), data.device)
     group = torch.arange(len(groups), device=data.device).repeat_interleave(lengths, output_size=len(data))
     least, most = _group_ranges(data.to(torch.float32), lengths, max(groups))
     levels = 2**bits - 1
@@ -99,11 +99,11 @@ def layer_bits(
 
     A policy that reads pages stores every entry and the pages' bounds; one with a prefill of its own every entry.
     """
-    if config.lined:
+    if config.has_sparse_prefill:
         return stored_bits(config.precision, prompt_tokens, config.window, d_head) * kv_heads
-    if config.reads:
+    if config.reads_pages:
         chooses = config.kept_entries(prompt_tokens) < prompt_tokens
-        return selections.held_bits(config.blocks(prompt_tokens), prompt_tokens, kv_heads, d_head, chooses)
+        return selections.cache_bits(config.blocks(prompt_tokens), prompt_tokens, kv_heads, d_head, chooses)
     sharing = heads // len(kept)
     return sum(
         stored_bits(config.precision, count, config.window, d_head)

@@ -24,7 +24,7 @@ from perturbkv.cache.blocks import (
 )
 from perturbkv.cache.entries import KeptEntries, Reader, pool_entries
 from perturbkv.configs.resources import CHUNK_BYTES
-from perturbkv.devices import on_device, working_bytes
+from perturbkv.devices import to_device, working_bytes
 
 AnyBlock = Block | Packed | PassingBlock
 
@@ -108,7 +108,7 @@ def _borrowed_block(
     flat_keys, flat_values = (
         kind.as_strided((begins[-1], 1, kind.shape[-1]), (kind.shape[-1], kind.shape[-1], 1)) for kind in (keys, values)
     )
-    starts, lengths = (on_device(numbers, keys.device, torch.int32) for numbers in (begins, [length] * kv_heads))
+    starts, lengths = (to_device(numbers, keys.device, torch.int32) for numbers in (begins, [length] * kv_heads))
     return Packed(segments, flat_keys, flat_values, begins, starts, lengths, indices, kernel)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 
 FIRST = 8
@@ -81,7 +81,7 @@ class Tail:
     def _keep_tail_rows(self, rows: Sequence[int]) -> None:
         """Keep only the tails of these rows, in this order."""
         if self.is_initialized:
-            kept = on_device(list(rows), self.keys.device)
+            kept = to_device(list(rows), self.keys.device)
             self.keys, self.values = self.keys[kept], self.values[kept]
 
     def get_seq_length(self) -> int:

@@ -13,14 +13,14 @@ from typing import Any, Self
 from perturbkv.configs import layer_types
 from perturbkv.configs.option import Option
 from perturbkv.errors import ConfigError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.user_files import MIB, FileKind
 
 GLOBAL, LAYER, HEAD = "global", "layer", "head"
 BY = (GLOBAL, LAYER, HEAD)
 _SHAPES = {GLOBAL: "a number", LAYER: "a list of a number per layer", HEAD: "a list of numbers per head for each layer"}
 _FILE = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB, "perturbkv question alpha writes them")
-_MARK, _DIGITS = "@", 8
+_SEPARATOR, _DIGITS = "@", 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AlphaTable:
     """A table of stage-1 shares: one number, one per layer, or one per head.
 
     Its text is `name@digest`, so that two files of one name are two choices. The same table under another name is
-    another choice too, as a trace identifies its configurations by their text; one run does not accept both.
+    another choice too, as a trace identifies configurations by their text; one run does not accept both.
 
     Attributes:
         name: file name, without its folder.
@@ -45,8 +45,9 @@ class AlphaTable:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if line(self.name) != self.name or {'"', "'"} <= set(self.name):
-            msg = f"expected a file's name of characters that are seen, and one kind of quote, got '{line(self.name)}'"
+        if escape_line(self.name) != self.name or {'"', "'"} <= set(self.name):
+            name = escape_line(self.name)
+            msg = f"expected a file's name of characters that are seen, and one kind of quote, got '{name}'"
             raise ConfigError(msg)
         wrong = [share for row in self.shares for share in row if not 0 <= share <= 1]
         if wrong:
@@ -72,10 +73,10 @@ class AlphaTable:
         """Mean of all shares."""
         return statistics.mean(share for row in self.shares for share in row)
 
-    def of(self, layer: int, sets: int) -> tuple[float, ...]:
-        """Return α of each of the `sets` kept sets of a measured layer, counted from 0.
+    def per_kept_set(self, layer: int, sets: int) -> tuple[float, ...]:
+        """Return α of each of the `sets` kept sets of a measured layer, layers counted from 0.
 
-        For heads that share a set their mean. The mean of equal shares is that share, bit for bit.
+        A set that heads share has their mean. The mean of equal shares is that share, bit for bit.
         """
         row = self.shares[0 if self.by == GLOBAL else layer]
         if len(row) == 1:
@@ -112,43 +113,43 @@ class AlphaTable:
             msg = f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}'
             raise ConfigError(msg)
         if strange := sorted(document.keys() - {"by", "alpha", "layers", "about"}):
-            msg = f"expected by, alpha, layers and about in {name}, got '{line(strange[0])[:40]}'"
+            msg = f"expected by, alpha, layers and about in {name}, got '{escape_line(strange[0])[:40]}'"
             raise ConfigError(msg)
         by, layers = document["by"], document.get("layers", [])
         if not isinstance(layers, list) or not all(_is_number(int, one) and one >= 0 for one in layers):
             msg = f"expected layers of {name} to be decoder layers such as [0, 1], got {str(layers)[:40]}"
             raise ConfigError(msg)
-        return cls(name, by, _rows(by, document.get("alpha"), name), tuple(layers))
+        return cls(name, by, _parse_rows(by, document.get("alpha"), name), tuple(layers))
 
     def __str__(self) -> str:
-        return f"{self.name}{_MARK}{self.digest}"
+        return f"{self.name}{_SEPARATOR}{self.digest}"
 
 
-def read(text: str) -> AlphaTable:
-    """Read the table of a file.
+def read_table(text: str) -> AlphaTable:
+    """Read the table of a file, given as its path or as `path@digest`.
 
-    A text that ends in `@` and a digest is the file before it, which must have that digest. Raises ConfigError where
+    The table must have the digest. Raises ConfigError where
     the file holds no table, or another one.
     """
-    file, mark, digest = text.rpartition(_MARK)
-    known = mark and len(digest) == _DIGITS and not Path(text).expanduser().exists()
-    path = Path(file if known else text).expanduser()
-    _FILE.check(path)  # no pipe: each configuration reads it
+    file, separator, digest = text.rpartition(_SEPARATOR)
+    has_digest = separator and len(digest) == _DIGITS and not Path(text).expanduser().exists()
+    path = Path(file if has_digest else text).expanduser()
+    _FILE.check(path)  # no pipe, as each configuration reads it
     table = AlphaTable.from_document(_FILE.read_json(path), path.name)
-    if known and table.digest != digest:
+    if has_digest and table.digest != digest:
         msg = f"expected the table {digest} in {path}, got {table.digest}: the file was changed"
         raise ConfigError(msg)
     return table
 
 
-def check(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
+def check_tables(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
     """Raise ConfigError for a table of another model, and for one table under two names."""
     names: dict[str, str] = {}
-    for one in shares:
-        if isinstance(one, AlphaTable):
-            one.check(layer_types.measured_layers(model_config), int(model_config.num_attention_heads))
-            if names.setdefault(one.digest, one.name) != one.name:
-                msg = f"{names[one.digest]} and {one.name} hold one table of alpha; give one of them"
+    for table in shares:
+        if isinstance(table, AlphaTable):
+            table.check(layer_types.measured_layers(model_config), int(model_config.num_attention_heads))
+            if names.setdefault(table.digest, table.name) != table.name:
+                msg = f"{names[table.digest]} and {table.name} hold one table of alpha; give one of them"
                 raise ConfigError(msg)
 
 
@@ -156,14 +157,14 @@ def check(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
 class AlphaOption(Option):
     """An option for α: a number, or the file of a table."""
 
-    def checked(self, value: Any, name: str, of: str = "") -> Any:
+    def convert(self, value: Any, name: str, owner: str = "") -> Any:
         """Return a number or a table; a text names the table's file. Raises ConfigError as `Option` and `read`."""
         if isinstance(value, AlphaTable):
             return value
-        return read(value) if isinstance(value, str) else super().checked(value, name, of)
+        return read_table(value) if isinstance(value, str) else super().convert(value, name, owner)
 
 
-def _rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
+def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
     kinds: Mapping[str, Callable[[], Any]] = {
         GLOBAL: lambda: [[alpha]],
         LAYER: lambda: [[one] for one in alpha],

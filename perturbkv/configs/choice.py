@@ -1,4 +1,4 @@
-"""Choices with parameters, written `name(option=value, …)`: one parser and one printer for policies and selections.
+"""Choices with options, written `name(option=value, …)`: their parser and their printed form.
 
 A value is a number, true, false, none, a name, quoted text, or another call; the first value may lack a name:
 `adakv(floor=0.1, safeguard=guaranteed)`, `outer(inner(window=64), alpha=0.25)`.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from perturbkv.errors import ConfigError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
@@ -22,7 +22,7 @@ _PREFIX = re.compile(r".*\.py|kvpress|given")
 """Prefixes that belong to the name after the colon."""
 DEEPEST = 16
 """Deepest nesting of calls."""
-FIRST = ""
+UNNAMED = ""
 """Key of an option that was written without a name."""
 
 
@@ -33,7 +33,7 @@ class Choice:
     Attributes:
         name: the chosen name.
         options: option -> number, truth value, None, text or `Choice`; the key `FIRST` for an option without a name.
-        usual: names of the options at their default, which the printed form omits; only a resolved choice has them.
+        defaults: names of the options at their default, which the printed form omits; only a resolved choice has them.
             None for a choice that is not resolved yet.
 
     Raises ConfigError for a name or a text with invisible characters, which no label can show.
@@ -41,12 +41,12 @@ class Choice:
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    usual: frozenset[str] | None = field(default=None, compare=False)
+    defaults: frozenset[str] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for text in (self.name, *self.options, *self.options.values()):
-            if isinstance(text, str) and line(text) != text:
-                msg = f"expected a name or a text of characters that are seen, got '{line(text)}'"
+            if isinstance(text, str) and escape_line(text) != text:
+                msg = f"expected a name or a text of characters that are seen, got '{escape_line(text)}'"
                 raise ConfigError(msg)
 
     def __getitem__(self, option: str) -> Any:
@@ -56,33 +56,34 @@ class Choice:
         return hash((self.name, frozenset(self.options.items())))
 
     @property
-    def told(self) -> dict[str, Any]:
+    def shown_options(self) -> dict[str, Any]:
         """The options that the printed form shows."""
-        return {name: value for name, value in self.options.items() if name not in (self.usual or ())}
+        return {name: value for name, value in self.options.items() if name not in (self.defaults or ())}
 
     def without(self, names: Iterable[str]) -> Choice:
         """Return the choice without these options."""
-        gone = set(names)
-        left = {name: value for name, value in self.options.items() if name not in gone}
-        return Choice(self.name, left, None if self.usual is None else self.usual & left.keys())
+        removed = set(names)
+        options = {name: value for name, value in self.options.items() if name not in removed}
+        return Choice(self.name, options, None if self.defaults is None else self.defaults & options.keys())
 
     def __str__(self) -> str:
-        names = self.usual is not None  # an owner of its options takes `none` for the name that it is
+        names = self.defaults is not None  # a resolved choice has the name `none`, not None
         texts = {
-            name: value if names and value == "none" else _format_value(value) for name, value in self.told.items()
+            name: value if names and value == "none" else _format_value(value)
+            for name, value in self.shown_options.items()
         }
-        shown = [f"{name}={value}" if name else value for name, value in texts.items()]
-        return f"{self.name}({', '.join(shown)})" if shown else self.name
+        parts = [f"{name}={value}" if name else value for name, value in texts.items()]
+        return f"{self.name}({', '.join(parts)})" if parts else self.name
 
 
-def as_choice(given: Choice | str) -> Choice:
-    """Return a choice as it is, or parse a text. Raises ConfigError that points at the wrong character."""
-    return given if isinstance(given, Choice) else parse(given)
+def as_choice(choice: Choice | str) -> Choice:
+    """Return a choice unchanged, or parse a text. Raises ConfigError that points at the wrong character."""
+    return choice if isinstance(choice, Choice) else parse(choice)
 
 
 def parse(text: str) -> Choice:
     """Parse a choice. Raises ConfigError that points at the first wrong character."""
-    reader = _Reader(text)
+    reader = _Parser(text)
     choice = reader.choice()
     reader.skip()
     if reader.place < len(text):
@@ -90,8 +91,8 @@ def parse(text: str) -> Choice:
     return choice
 
 
-def split(text: str, separator: str) -> list[str]:
-    """Split a text at the separators outside all brackets and quotes."""
+def split_outside_brackets(text: str, separator: str) -> list[str]:
+    """Split a text at the separators that are outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -107,12 +108,12 @@ def split(text: str, separator: str) -> list[str]:
     return parts
 
 
-def halves(text: str) -> list[str]:
-    """Split `policy:selection` into its two parts; a text without a selection is the only part.
+def split_policy_and_selection(text: str) -> list[str]:
+    """Split `policy:selection` into a list of both; a text without a selection gives a list of one.
 
     A colon within one name does not split: `my_file.py:MyScore`.
     """
-    first, *rest = split(text, ":")
+    first, *rest = split_outside_brackets(text, ":")
     if rest and _PREFIX.fullmatch(first):
         first, *rest = f"{first}:{rest[0]}", *rest[1:]
     return [first, ":".join(rest)] if rest else [first]
@@ -121,7 +122,7 @@ def halves(text: str) -> list[str]:
 def _format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, Choice) and not value.told:
+    if isinstance(value, Choice) and not value.shown_options:
         return f"{value}()"  # a call: a bare name is text
     text = str(value)
     typed = isinstance(value, str) and _parse_word(text) != text
@@ -132,16 +133,16 @@ def _format_value(value: Any) -> str:
 
 
 def _parse_word(word: str) -> Any:
-    """Return the value of a bare word: a number, true, false, none, or the word itself."""
-    for kind in (int, float):
+    """Parse a bare word: a number, true, false, none, or the word itself."""
+    for number in (int, float):
         try:
-            return kind(word)
+            return number(word)
         except ValueError:
             pass
     return _WORDS.get(word, word)
 
 
-class _Reader:
+class _Parser:
     """A parser that reads one text from left to right."""
 
     def __init__(self, text: str) -> None:
@@ -206,7 +207,7 @@ class _Reader:
         if not first:
             self.place = begin
             self.refuse("option=value")
-        return FIRST, value
+        return UNNAMED, value
 
     def value(self) -> Any:
         self.skip()

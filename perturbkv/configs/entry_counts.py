@@ -41,7 +41,7 @@ class Budget:
 
     def tokens(self, prompt_tokens: int) -> int:
         """Return the budget for a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, or the tokens themselves."""
-        return entries(self.value, prompt_tokens)
+        return entry_count(self.value, prompt_tokens)
 
     @property
     def unit(self) -> str:
@@ -53,7 +53,7 @@ class Budget:
 
 
 def parse_entries(what: str, text: str) -> int | float:
-    """Return an int for '128', a float for '0.05'. Raises BudgetError for any other text; `what` names it."""
+    """Return an int for '128', a float for '0.05'. Raises BudgetError for any other text; `what` names the value."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -63,13 +63,13 @@ def parse_entries(what: str, text: str) -> int | float:
     raise BudgetError(msg)
 
 
-def entries(value: int | float, of: int) -> int:
-    """Return the number of entries in a share (float) of `of` entries, rounded down; an int is a number already."""
+def entry_count(value: int | float, total: int) -> int:
+    """Return a number of entries: an int as it is, a float as a share of `total` entries, rounded down."""
     if isinstance(value, int):
         return value
-    return int(whole_entries(value * of))
+    return int(round_down_entries(value * total))
 
 
-def whole_entries(shares: Any) -> Any:
+def round_down_entries(shares: Any) -> Any:
     """Round shares of entries down, numbers or tensors: ⌊0.29 · 100⌋ is 29, though 28.999… in binary."""
     return (shares + 1e-9) // 1

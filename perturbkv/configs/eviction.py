@@ -13,14 +13,14 @@ from typing import Any, Self
 from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
-from perturbkv.configs.entry_counts import Budget, entries, parse_entries
+from perturbkv.configs.entry_counts import Budget, entry_count, parse_entries
 from perturbkv.configs.option import LARGEST, Option, check_number, complete_choice
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, entries_in_bytes, number_bits
 from perturbkv.configs.selections import (
-    ASKED,
     GIVEN,
     GRANULARITY_OPTIONS,
     L2,
+    SELECTABLE,
     SELECTION_OPTIONS,
     Blocks,
     max_protected_entries,
@@ -45,21 +45,21 @@ def option_from_json(value: Any, depth: int = DEEPEST) -> Any:
     if not isinstance(value, dict):
         return value
     if "table" in value:
-        named = dict(value)
-        return AlphaTable.from_document(named, str(named.pop("table")))
+        document = dict(value)
+        return AlphaTable.from_document(document, str(document.pop("table")))
     if not depth:
         msg = f"expected at most {DEEPEST} choices inside each other in a configuration, got more"
         raise ConfigError(msg)
     choice = as_choice(value["choice"])
-    return with_options(
+    return with_all_options(
         choice, {name: option_from_json(option, depth - 1) for name, option in value["options"].items()}
     )
 
 
-def with_options(told: Choice, options: Mapping[str, Any]) -> Choice:
-    """Return a choice with all of its options, the shown ones in their order of display: JSON sorts its keys."""
-    ordered = {name: options[name] for name in (*told.options, *options)}
-    return Choice(told.name, ordered, frozenset(options) - frozenset(told.options))
+def with_all_options(choice: Choice, options: Mapping[str, Any]) -> Choice:
+    """Return a choice with all of its options, the shown ones first in their order, which sorted JSON loses."""
+    ordered = {name: options[name] for name in (*choice.options, *options)}
+    return Choice(choice.name, ordered, frozenset(options) - frozenset(choice.options))
 
 
 def check_fields(document: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Op
     """Raise ConfigError unless options are plain values or choices, and those in `known` within their range."""
     for name, value in options.items():
         if name in known:
-            known[name].checked(value, name, owner)
+            known[name].convert(value, name, owner)
         elif not isinstance(value, bool | int | float | str | Choice | AlphaTable | None):
             msg = f"{name} of {owner} cannot be '{value}'"
             raise ConfigError(msg)
@@ -87,18 +87,18 @@ def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Op
 
 CHOICES = ("policy", "selection", "granularity", "precision", "correction")
 """Fields that are written `name(option=value)`."""
-_KNOWN = {
+_KNOWN_OPTIONS = {
     "selection": SELECTION_OPTIONS,
     "granularity": GRANULARITY_OPTIONS,
     "precision": PRECISION_OPTIONS,
     "correction": CORRECTION_OPTIONS,
 }
-_PROTECTED = ("protect_first", "protect_recent")
+_PROTECTED_FIELDS = ("protect_first", "protect_recent")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class EvictionConfig:
-    """One way to evict. Its choices, from the policy to the correction, have options of their own.
+    """A configuration of eviction. Its choices, from the policy to the correction, have options of their own.
 
     A choice is a `Choice` or text: `adakv(floor=0.1)`, `two-stage(alpha=0.5)`, `kv(reduce=max)`. Every choice holds all
     of its options, except the policy, which holds those that were given until `registry.resolved` completes it and
@@ -147,29 +147,29 @@ class EvictionConfig:
         correction: Choice | str = NONE,
     ) -> None:
         fields = {
-            "budget": _budget(budget),
+            "budget": _as_budget(budget),
             "policy": as_choice(policy),
             "selection": _resolve_choice("selection", selection, SELECTION_OPTIONS),
             "window": window,
             "granularity": _resolve_choice("granularity", granularity, GRANULARITY_OPTIONS),
             "protect_first": _parse_protected("protect_first", protect_first),
             "protect_recent": _parse_protected("protect_recent", protect_recent),
-            "precision": _always_shown(_resolve_choice("precision", precision, PRECISION_OPTIONS), "bits"),
-            "correction": _always_shown(_resolve_choice("correction", correction, CORRECTION_OPTIONS), "mass"),
+            "precision": _show_always(_resolve_choice("precision", precision, PRECISION_OPTIONS), "bits"),
+            "correction": _show_always(_resolve_choice("correction", correction, CORRECTION_OPTIONS), "mass"),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         check_number("window (--window)", self.window)
-        if self.window < (not self.given):
+        if self.window < (not self.is_external):
             msg = f"the window must hold at least 1 query, got {self.window}"
             raise ConfigError(msg)
-        if self.reads:
+        if self.reads_pages:
             selections.page_size(self.policy)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
 
     @property
-    def given(self) -> bool:
+    def is_external(self) -> bool:
         """Whether the kept sets come from outside."""
         return self.selection.name == GIVEN
 
@@ -180,7 +180,7 @@ class EvictionConfig:
         return alpha
 
     @property
-    def alpha_told(self) -> str:
+    def alpha_text(self) -> str:
         """α as text: `0.25`, or `alpha-head.json@1f2e3d4c`."""
         return str(self.alpha) if isinstance(self.alpha, AlphaTable) else f"{self.alpha:g}"
 
@@ -194,11 +194,11 @@ class EvictionConfig:
         if not isinstance(self.alpha, AlphaTable):
             return (self.alpha,) * kept_heads
         sets = 1 if self.granularity.name == "layer" else kept_heads
-        return self.alpha.of(layer, sets) * (kept_heads // sets)
+        return self.alpha.per_kept_set(layer, sets) * (kept_heads // sets)
 
     @property
     def euclidean(self) -> bool:
-        """Whether its selection uses ‖V_i W_O^h‖₂ in place of ‖V_i W_O^h‖₁."""
+        """Whether its selection uses ‖V_i W_O^h‖₂ instead of ‖V_i W_O^h‖₁."""
         return self.selection.options.get("norm") == L2
 
     @property
@@ -217,51 +217,51 @@ class EvictionConfig:
         return self.correction.name != NONE
 
     @property
-    def reads(self) -> bool:
-        """Whether it evicts nothing and reads some pages at every step; b then counts the entries read."""
+    def reads_pages(self) -> bool:
+        """Whether it evicts nothing and reads some pages at every step, so that b counts the entries read."""
         return selections.reads_pages(self.policy)
 
     @property
-    def lined(self) -> bool:
-        """Whether it has a sparse prefill of its own; b is then the most entries that a query attends to."""
+    def has_sparse_prefill(self) -> bool:
+        """Whether it has a sparse prefill of its own, so that b is the most entries that a query attends to."""
         return selections.has_sparse_prefill(self.policy)
 
     @property
     def evicts(self) -> bool:
         """Whether entries are removed for good; otherwise all stay in the cache."""
-        return not self.reads and not self.lined
+        return not self.reads_pages and not self.has_sparse_prefill
 
     @property
-    def evicts_alone(self) -> bool:
+    def only_evicts(self) -> bool:
         """Whether nothing but eviction changes its outputs, so that the theorems apply."""
         return not self.quantised and not self.corrected
 
-    def protected(self, kept: int) -> tuple[int, int]:
-        """Return how many first and how many most recent of `kept` entries always stay; the window counts as recent."""
-        return entries(self.protect_first, kept), max(self.window, entries(self.protect_recent, kept))
+    def protected_counts(self, kept: int) -> tuple[int, int]:
+        """Return how many first and how many most recent of `kept` entries are always kept, the window included."""
+        return entry_count(self.protect_first, kept), max(self.window, entry_count(self.protect_recent, kept))
 
     @property
     def block(self) -> int:
         """Entries of a block or of a page; 1 for single entries."""
-        if self.reads:
+        if self.reads_pages:
             return selections.page_size(self.policy)
         return int(self.granularity.options.get("block", 1))
 
     def blocks(self, prompt_tokens: int) -> Blocks:
         """Return the division of a prompt's entries into blocks."""
-        return Blocks.of(prompt_tokens, self.window, self.block)
+        return Blocks.divide(prompt_tokens, self.window, self.block)
 
     def check_budget(self, tokens: int, what: str) -> None:
         """Raise BudgetError unless `tokens` exceeds what always stays; `what` names the budget.
 
         With blocks at least one more block must fit, wherever the window begins within a block.
         """
-        first, recent = self.protected(tokens)
+        first, recent = self.protected_counts(tokens)
         always, size = max_protected_entries(first, recent, self.block), self.block
         if tokens >= always + size:
             return
         if size > 1:
-            kind = "page" if self.reads else "block"
+            kind = "page" if self.reads_pages else "block"
             msg = (
                 f"{what} keeps {tokens} entries, too few for a {kind} of {size} beside those that always stay: up to "
                 f"{always} lie in {kind}s that hold the first {first} and the last {recent}; raise the budget to "
@@ -298,53 +298,54 @@ class EvictionConfig:
         Raises BudgetError likewise.
         """
         blocks = self.blocks(prompt_tokens)
-        return blocks.held(blocks.bought(self.allowed_entries(prompt_tokens)))
+        return blocks.kept_entries(blocks.affordable(self.allowed_entries(prompt_tokens)))
 
     def label(self) -> str:
         """Return the unique, readable name: the `config` coordinate of a trace."""
-        protected = [f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED if getattr(self, name)]
+        protected = [
+            f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED_FIELDS if getattr(self, name)
+        ]
         window = f"w={self.window}" if self.window else ""
         parts = [f"{self.policy}:{self.selection}", f"b={self.budget}", window, str(self.granularity)]
-        few = str(self.precision) if self.quantised else ""
+        precision = str(self.precision) if self.quantised else ""
         correction = str(self.correction) if self.corrected else ""
-        return " ".join(filter(None, [*parts, few, correction, *protected]))
+        return " ".join(filter(None, [*parts, precision, correction, *protected]))
 
     def __eq__(self, other: object) -> bool:
-        # one whose names were looked up is the same choice
-        return self._choices() == other._choices() if isinstance(other, EvictionConfig) else NotImplemented
+        return self._fields() == other._fields() if isinstance(other, EvictionConfig) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(tuple(self._choices()))
+        return hash(tuple(self._fields()))
 
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
 
-    def words(self, every: bool = False) -> dict[str, str]:
-        """Return choice -> its text in a name, policy and selection first.
+    def label_parts(self, every: bool = False) -> dict[str, str]:
+        """Return the parts of a short name: choice -> its text, policy and selection first.
 
         Less common choices at their default are omitted, unless `every` is set.
         """
         texts = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        texts |= {"alpha": f"a={self.alpha_told}", "window": f"w={self.window}"}
+        texts |= {"alpha": f"a={self.alpha_text}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         texts |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         texts["granularity"] = self.granularity.name
         texts |= {"precision": self.precision.name} if every else {}
         texts |= {"correction": self.correction.name} if every or self.corrected else {}
         for choice in (self.policy, self.selection, self.granularity, self.precision, self.correction):
-            for name, value in (choice.options if every else choice.told).items():
+            for name, value in (choice.options if every else choice.shown_options).items():
                 texts |= {} if name in (*texts, "kernel") else {name: f"{name}={value}"}
-        protected = {name: getattr(self, name) for name in _PROTECTED}
+        protected = {name: getattr(self, name) for name in _PROTECTED_FIELDS}
         shown = {name: value for name, value in protected.items() if value or every}
         return texts | {name: f"{name.replace('_', '-')}={value}" for name, value in shown.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Return every choice as a plain value: names, numbers, and options as `selection_alpha`.
+        """Return every choice as a flat dict of plain values: names, numbers, and options as `selection_alpha`.
 
         Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks.
         """
         values: dict[str, Any] = {} if not self.evicts else {"granularity_block": self.block}
-        for name, value in self._choices():
+        for name, value in self._fields():
             values[name] = value.name if isinstance(value, Choice) else _field_value(value)
             if isinstance(value, Choice):
                 values |= {f"{name}_{option}": _option_value(inner) for option, inner in value.options.items()}
@@ -356,7 +357,7 @@ class EvictionConfig:
         Full precision and no correction are omitted.
         """
         document: dict[str, Any] = {}
-        for name, value in self._choices():
+        for name, value in self._fields():
             if (name == "precision" and not self.quantised) or (name == "correction" and not self.corrected):
                 continue
             document[name] = str(value) if isinstance(value, Choice) else _field_value(value)
@@ -364,8 +365,8 @@ class EvictionConfig:
                 document[f"{name}_options"] = {option: option_to_json(inner) for option, inner in value.options.items()}
         return document
 
-    def _choices(self) -> list[tuple[str, Any]]:
-        """Return the value of each field."""
+    def _fields(self) -> list[tuple[str, Any]]:
+        """Return each field's name and value."""
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(EvictionConfig)]
 
     @classmethod
@@ -374,44 +375,44 @@ class EvictionConfig:
 
         Invalid values raise as in the constructor.
         """
-        unsaid: dict[str, Any] = {
+        omitted: dict[str, Any] = {
             "precision": FULL,
             "precision_options": {},
             "correction": NONE,
             "correction_options": {},
         }
-        fields = {**unsaid, **document}
+        fields = {**omitted, **document}
         for name in CHOICES:
             options, choice = fields.pop(f"{name}_options"), as_choice(fields[name])
             options = {option: option_from_json(value) for option, value in options.items()}
-            check_options(f"{name} '{choice.name}'", options, _KNOWN.get(name, {}).get(choice.name, {}))
-            fields[name] = with_options(choice, options)
+            check_options(f"{name} '{choice.name}'", options, _KNOWN_OPTIONS.get(name, {}).get(choice.name, {}))
+            fields[name] = with_all_options(choice, options)
         check_fields(fields)
         return cls(**fields)
 
 
-def _budget(given: Budget | float | str) -> Budget:
-    if isinstance(given, Budget):
-        return given
-    return Budget.parse(given) if isinstance(given, str) else Budget(given)
+def _as_budget(budget: Budget | float | str) -> Budget:
+    if isinstance(budget, Budget):
+        return budget
+    return Budget.parse(budget) if isinstance(budget, str) else Budget(budget)
 
 
-def _resolve_choice(what: str, given: Choice | str, known: Mapping[str, Any]) -> Choice:
+def _resolve_choice(what: str, text: Choice | str, known: Mapping[str, Any]) -> Choice:
     """Return the choice with all of its options. Raises UnknownNameError, ConfigError."""
-    choice = as_choice(given)
+    choice = as_choice(text)
     if choice.name not in known:
-        raise UnknownNameError(choice.name, what, ASKED if what == "selection" else known)
+        raise UnknownNameError(choice.name, what, SELECTABLE if what == "selection" else known)
     return complete_choice(choice, f"{what} '{choice.name}'", known[choice.name])
 
 
-def _always_shown(choice: Choice, option: str) -> Choice:
-    """Return the choice with one option always shown, because it matters most."""
-    return dataclasses.replace(choice, usual=(choice.usual or frozenset()) - {option})
+def _show_always(choice: Choice, option: str) -> Choice:
+    """Return the choice with one option always shown, even at its default."""
+    return dataclasses.replace(choice, defaults=(choice.defaults or frozenset()) - {option})
 
 
-def _parse_protected(name: str, given: float | str) -> int | float:
+def _parse_protected(name: str, protected: float | str) -> int | float:
     """Return entries or a share of b. Raises BudgetError."""
-    value = parse_entries(name, given) if isinstance(given, str) else given
+    value = parse_entries(name, protected) if isinstance(protected, str) else protected
     if not (0 <= value <= LARGEST and (isinstance(value, int) or value < 1)):
         msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
         raise BudgetError(msg)

@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def measured_layers(config: Any) -> tuple[int, ...]:
     """Return the indices of the layers whose cache is evicted and whose outputs are measured."""
     types = getattr(config, "layer_types", None) or ()
-    full = tuple(place for place, kind in enumerate(types) if kind == FULL)
+    full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     return full or tuple(range(int(config.num_hidden_layers)))
 
 
@@ -23,13 +23,13 @@ def is_mixed(config: Any) -> bool:
     return len(measured_layers(config)) < int(config.num_hidden_layers)
 
 
-def told(config: Any) -> str:
-    """Format the measured layers, for example `5 11 17 of 18`; empty where every layer is measured."""
+def format_measured(config: Any) -> str:
+    """Format the measured layers, such as `5 11 17 of 18`; empty where every layer is measured."""
     return f"{' '.join(map(str, measured_layers(config)))} of {config.num_hidden_layers}" if is_mixed(config) else ""
 
 
 def parse_measured(text: str) -> tuple[tuple[int, ...], int]:
-    """Parse the text of `told` into indices and the number of all layers. Raises ValueError for any other text."""
+    """Parse the text of `format_measured` into indices and the number of all layers. Raises ValueError."""
     indices, _, count = text.partition(" of ")
     return tuple(map(int, indices.split())), int(count)
 
@@ -43,9 +43,6 @@ def sliding_window(config: Any) -> int | None:
 
 
 def configured_window(config: Any) -> int | None:
-    """Return how many entries a sliding layer sees, the query's own included.
-
-    None where the configuration has no window.
-    """
+    """Return the number of entries that a sliding layer sees, the query's own included; None without a window."""
     window = getattr(config, "sliding_window", None)
     return None if window is None else int(window)

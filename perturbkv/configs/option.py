@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.choice import FIRST, Choice, as_choice
+from perturbkv.configs.choice import UNNAMED, Choice, as_choice
 from perturbkv.errors import ConfigError, UnknownNameError
 
 LARGEST = 2**63 - 1
-"""The largest integer that arrays, files and random generators can represent."""
+"""Largest integer that arrays, files and random generators can represent."""
 MOST_CONFIGURATIONS = 10_000
-"""Limit of configurations in one run; planning more takes longer than anybody waits."""
+"""Limit of configurations in one run: planning more takes too long."""
 MOST_SAMPLES = 100_000
 LONGEST_NUMBER = 2_000_000
-"""Limit of tokens of a synthetic prompt: longer than every model's context, and made in seconds."""
+"""Limit of tokens of a synthetic prompt: longer than every model's context, and still generated in seconds."""
 
 
 def check_number(what: str, value: float, most: float = LARGEST) -> None:
@@ -56,7 +56,7 @@ KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option of a policy, a score or another choice.
 
     Attributes:
         default: its default value, whose type is the option's type.
@@ -80,12 +80,12 @@ class Option:
     new: bool = False
 
     @property
-    def written(self) -> str:
-        """The default as text in a choice."""
+    def default_text(self) -> str:
+        """The default as it is written in a choice."""
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
-    def checked(self, value: Any, name: str, of: str = "") -> Any:
-        """Return the value converted to the option's type; `name` is the option's and `of` its owner's, for messages.
+    def convert(self, value: Any, name: str, owner: str = "") -> Any:
+        """Return the value as the option's type after checking it; `name` and `owner` name the option in messages.
 
         Raises ConfigError for another kind or range, UnknownNameError for an unknown name.
         """
@@ -93,7 +93,7 @@ class Option:
             return value if value == self.default else as_choice(value)
         kinds, words = KINDS[type(self.default)]
         value = "none" if value is None and "none" in self.known else value
-        what = f"{name} of {of}" if of else name
+        what = f"{name} of {owner}" if owner else name
         if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, kinds):
             msg = f"{what} is {words}, got '{value}'"
             raise ConfigError(msg)
@@ -133,32 +133,32 @@ class WithOptions:
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options by name, those of the class itself before inherited ones."""
-        own = cls.__dict__.get("__annotations__", {})
+        own_fields = cls.__dict__.get("__annotations__", {})
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        ordered = sorted(fields, key=lambda field: field.name not in own)
+        ordered = sorted(fields, key=lambda field: field.name not in own_fields)
         return {field.name: field.metadata["option"] for field in ordered}
 
     @classmethod
-    def summed_up(cls) -> str:
-        """Return a summary in one line: its own `summary`, else its docstring's first line, else its base's summary."""
+    def summary_line(cls) -> str:
+        """Return a one-line summary: the class's `summary`, its docstring's first line, or its base's summary."""
         summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-        made = summary.startswith(f"{cls.__name__}(")  # by `dataclass`, of a class that says nothing
-        return str(vars(cls).get("summary") or ("" if made else summary) or getattr(cls, "summary", ""))
+        is_generated = summary.startswith(f"{cls.__name__}(")  # by `dataclass`, for a class without a docstring
+        return str(vars(cls).get("summary") or ("" if is_generated else summary) or getattr(cls, "summary", ""))
 
 
 def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
-    """Return the choice with all options of its owner, each checked; a resolved choice only gets options added since.
+    """Return the choice with all options of its owner, each checked; a resolved one only gets newly added options.
 
     `what` names the owner. Raises ConfigError for an unknown option, one without a name, or a wrong value.
     """
-    if choice.usual is not None:
+    if choice.defaults is not None:
         return _with_new_options(choice, options)
     for name, value in choice.options.items():
-        if name == FIRST or name not in options:
+        if name == UNNAMED or name not in options:
             msg = f"{what} has no option '{name or value}'; its options: {', '.join(options) or 'none'}"
             raise ConfigError(msg)
     values = {
-        name: option.checked(choice.options.get(name, option.default), name, what) for name, option in options.items()
+        name: option.convert(choice.options.get(name, option.default), name, what) for name, option in options.items()
     }
     return Choice(
         choice.name, values, frozenset(name for name, value in values.items() if value == options[name].default)
@@ -167,7 +167,7 @@ def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) ->
 
 def _with_new_options(choice: Choice, options: Mapping[str, Option]) -> Choice:
     """Return a resolved choice with the options that were added after its trace was written."""
-    missing = {name: one.default for name, one in options.items() if one.new and name not in choice.options}
-    if not missing or choice.usual is None:
+    missing = {name: option.default for name, option in options.items() if option.new and name not in choice.options}
+    if not missing or choice.defaults is None:
         return choice
-    return Choice(choice.name, {**choice.options, **missing}, choice.usual | missing.keys())
+    return Choice(choice.name, {**choice.options, **missing}, choice.defaults | missing.keys())

@@ -1,4 +1,4 @@
-"""Settings of kept-set patching: the mixtures of two configurations' kept sets, the players and the outcome.
+"""Settings of kept-set patching: mixtures of two configurations' kept sets, the players and the outcome.
 
 Each kept set of a mixture is the baseline's or the treatment's. No torch here.
 """
@@ -15,7 +15,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
 _LAYER = re.compile(r"[bt]|\([01]+\)")
-_WORDS = {False: "b", True: "t"}
+_LETTERS = {False: "b", True: "t"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Mixture:
     def parse(cls, text: str, heads: int) -> Self:
         """Parse the text that `str` writes. Raises ValueError for any other text."""
         words = _LAYER.findall(text)
-        layers = tuple(tuple(one == "1" for one in word[1:-1]) or (word == "t",) * heads for word in words)
+        layers = tuple(tuple(bit == "1" for bit in word[1:-1]) or (word == "t",) * heads for word in words)
         if "".join(words) != text or any(len(layer) != heads for layer in layers):
             msg = f"expected a letter or {heads} bits for every layer, got '{text}'"
             raise ValueError(msg)
@@ -51,7 +51,7 @@ class Mixture:
     def __str__(self) -> str:
         """Return one letter per layer, `b` or `t`; for a layer whose heads differ `(0110)`, 1 for the treatment's."""
         return "".join(
-            _WORDS[layer[0]] if len(set(layer)) == 1 else f"({''.join(map(str, map(int, layer)))})"
+            _LETTERS[layer[0]] if len(set(layer)) == 1 else f"({''.join(map(str, map(int, layer)))})"
             for layer in self.layers
         )
 
@@ -67,7 +67,7 @@ EXACT, MOST_EXACT = 8, 12
 """Numbers of players up to which all subsets are measured by default, and on request."""
 PERMUTATIONS, GREEDY = 16, 10
 LEAST = 8
-"""Fewest permutations, reverses included, whose standard error can be estimated."""
+"""Smallest number of permutations, reverses included, whose standard error can be estimated."""
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 Coalition = frozenset[int]
 """Players with the treatment's kept sets, by their indices."""
@@ -90,7 +90,7 @@ class PatchingConfig:
     """Settings of kept-set patching.
 
     Attributes:
-        by: who the players are: `layers`, or `heads`, one per kept set.
+        by: the kind of players: `layers`, or `heads`, one per kept set.
         layers: layers of the players, by number; empty: all measured layers. Other layers keep the baseline's sets.
         baseline_in: for each requested mixture, the layers with the baseline's kept sets; the treatment's elsewhere.
         treatment_in: likewise the layers with the treatment's.
@@ -118,9 +118,9 @@ class PatchingConfig:
         object.__setattr__(self, "layers", tuple(self.layers))
         for name in ("baseline_in", "treatment_in"):
             object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
-        for what, given, known in (("player", self.by, BY), ("outcome", self.outcome, tuple(OUTCOMES))):
-            if given not in known:
-                raise UnknownNameError(given, what, known)
+        for what, name, known in (("player", self.by, BY), ("outcome", self.outcome, tuple(OUTCOMES))):
+            if name not in known:
+                raise UnknownNameError(name, what, known)
         for what, number in (("permutations", self.permutations), ("greedy", self.greedy), ("step", self.step)):
             numbers.check_number(what, number or 0, 100_000)
             if (number or 0) < 0:
@@ -153,8 +153,8 @@ def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
     if baseline == treatment:
         msg = f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice"
         raise ConfigError(msg)
-    if whole := [config.policy.name for config in (baseline, treatment) if not config.evicts]:
-        msg = f"expected configurations that evict, so that there are kept sets to swap; policy '{whole[0]}' does not"
+    if full := [config.policy.name for config in (baseline, treatment) if not config.evicts]:
+        msg = f"expected configurations that evict, so that there are kept sets to swap; policy '{full[0]}' does not"
         raise ConfigError(msg)
     if corrected := [config for config in (baseline, treatment) if config.corrected]:
         msg = f"expected kept sets alone, with no correction of what goes, got {corrected[0].correction}; leave it out"
@@ -175,55 +175,55 @@ def _positions(config: EvictionConfig) -> str:
 
 @dataclass(frozen=True)
 class Game:
-    """Players and requested mixtures of a model.
+    """The players and the requested mixtures of a model.
 
     Attributes:
         players: players of the game, in order.
-        named: requested mixtures with their names, the treatment everywhere first.
+        mixtures: requested mixtures with their names, the treatment everywhere first.
         layers: the model's measured layers, by their numbers.
         kept_heads: kept sets per layer.
     """
 
     players: tuple[Player, ...]
-    named: tuple[tuple[str, Mixture], ...]
+    mixtures: tuple[tuple[str, Mixture], ...]
     layers: tuple[int, ...]
     kept_heads: int
 
     @classmethod
-    def of(cls, asked: PatchingConfig, layers: Sequence[int], kept_heads: int, granularity: str) -> Self:
+    def from_config(cls, config: PatchingConfig, layers: Sequence[int], kept_heads: int, granularity: str) -> Self:
         """Return the game of a model with these measured layers. Raises ConfigError for a layer that is not measured.
 
         Raises ConfigError also for heads that share a kept set, for fewer than two players, and for too many players to
         measure all of their subsets.
         """
-        for layer_numbers in (asked.layers, *asked.baseline_in, *asked.treatment_in):
+        for layer_numbers in (config.layers, *config.baseline_in, *config.treatment_in):
             _check_layers(layer_numbers, layers)
-        if asked.by == "heads" and granularity == "layer":
+        if config.by == "heads" and granularity == "layer":
             msg = "by heads (--by heads) expects a kept set per head, and granularity 'layer' keeps one for all of them"
             raise ConfigError(msg)
-        playing = asked.layers or tuple(layers)
-        heads: Sequence[int | None] = (None,) if asked.by == "layers" else range(kept_heads)
+        playing = config.layers or tuple(layers)
+        heads: Sequence[int | None] = (None,) if config.by == "layers" else range(kept_heads)
         players = tuple(Player(layer, head) for layer in playing for head in heads)
-        if len(players) < 2 and not (asked.permutations == 0 and asked.greedy == 0):
-            msg = f"expected at least 2 {asked.by} to tell apart, got {len(players)}; give more, or --by heads"
+        if len(players) < 2 and not (config.permutations == 0 and config.greedy == 0):
+            msg = f"expected at least 2 {config.by} to tell apart, got {len(players)}; give more, or --by heads"
             raise ConfigError(msg)
-        if asked.exact and len(players) > MOST_EXACT:
+        if config.exact and len(players) > MOST_EXACT:
             msg = f"exact (--exact) takes at most {MOST_EXACT} players, got {len(players)}; give fewer layers"
             raise ConfigError(msg)
-        return cls(players, _named_mixtures(asked, layers, kept_heads), tuple(layers), kept_heads)
+        return cls(players, _named_mixtures(config, layers, kept_heads), tuple(layers), kept_heads)
 
     @property
-    def none(self) -> Mixture:
+    def baseline_everywhere(self) -> Mixture:
         """The mixture with the baseline everywhere."""
         return self.mixture(frozenset())
 
     @property
-    def whole(self) -> Mixture:
+    def treatment_everywhere(self) -> Mixture:
         """The mixture with the treatment everywhere."""
         return Mixture.of_layers(len(self.layers), self.kept_heads, range(len(self.layers)))
 
     @property
-    def everybody(self) -> Coalition:
+    def all_players(self) -> Coalition:
         """The coalition of all players."""
         return frozenset(range(len(self.players)))
 
@@ -231,25 +231,25 @@ class Game:
         """Return the mixture of a coalition: its players have the treatment's kept sets, all others the baseline's."""
         cells = [
             (self.layers.index(player.layer), head)
-            for player in (self.players[place] for place in coalition)
+            for player in (self.players[index] for index in coalition)
             for head in (range(self.kept_heads) if player.head is None else [player.head])
         ]
         return Mixture.of_cells(len(self.layers), self.kept_heads, frozenset(cells))
 
 
-def permutation_count(asked: PatchingConfig, players: int) -> int | None:
+def permutation_count(config: PatchingConfig, players: int) -> int | None:
     """Return the number of random orders; None where all subsets are measured."""
-    if asked.exact or (asked.permutations is None and players <= EXACT):
+    if config.exact or (config.permutations is None and players <= EXACT):
         return None
-    return PERMUTATIONS if asked.permutations is None else asked.permutations
+    return PERMUTATIONS if config.permutations is None else config.permutations
 
 
-def greedy_count(asked: PatchingConfig, players: int, samples: int) -> int:
+def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
     """Return the number of players to add greedily. Raises ConfigError where no sample is left to judge the choice."""
-    if samples < 2 and asked.greedy:
+    if samples < 2 and config.greedy:
         msg = f"greedy (--greedy) expects at least 2 samples, one to choose and one to judge, got {samples}"
         raise ConfigError(msg)
-    wanted = GREEDY if asked.greedy is None else asked.greedy
+    wanted = GREEDY if config.greedy is None else config.greedy
     return min(wanted, players) if samples > 1 else 0
 
 
@@ -264,20 +264,21 @@ def format_layers(layers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _check_layers(told: Sequence[int], layers: Sequence[int]) -> None:
-    if unknown := [layer for layer in told if layer not in layers]:
+def _check_layers(requested: Sequence[int], layers: Sequence[int]) -> None:
+    """Raise ConfigError unless all requested layers are measured."""
+    if unknown := [layer for layer in requested if layer not in layers]:
         msg = f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}"
         raise ConfigError(msg)
 
 
-def _named_mixtures(asked: PatchingConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:
+def _named_mixtures(config: PatchingConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:
     """Return the treatment everywhere, then the requested mixtures, each once, with their names."""
-    whole = range(len(layers))
-    mixtures = {Mixture.of_layers(len(layers), kept_heads, whole): "treatment everywhere"}
-    for words, lists in (("baseline in", asked.baseline_in), ("treatment in", asked.treatment_in)):
+    everywhere = range(len(layers))
+    mixtures = {Mixture.of_layers(len(layers), kept_heads, everywhere): "treatment everywhere"}
+    for words, lists in (("baseline in", config.baseline_in), ("treatment in", config.treatment_in)):
         for layer_numbers in lists:
-            places = {layers.index(layer) for layer in layer_numbers}
-            treated = places if words == "treatment in" else set(whole) - places
+            indices = {layers.index(layer) for layer in layer_numbers}
+            treated = indices if words == "treatment in" else set(everywhere) - indices
             mixtures.setdefault(
                 Mixture.of_layers(len(layers), kept_heads, treated), f"{words} {format_layers(layer_numbers)}"
             )

@@ -1,6 +1,6 @@
-"""Scores and policies by name: our own, registered ones, those of installed packages, and those of a user's file.
+"""Scores and policies by name: built-in, registered, those of installed packages, and those of a user's file.
 
-Names are known before anything is imported. A class of a user's file is written `my_file.py:MyScore`. Errors of
+Names are listed without importing anything. A class of a user's file is written `my_file.py:MyScore`. Errors of
 external code are reported in one line.
 """
 
@@ -33,47 +33,48 @@ _LONGEST = 200
 """Longest quotation of an external error message, in characters."""
 
 
-def of_file(name: str) -> bool:
-    """Return whether a name means a class of a user's own file."""
+def refers_to_file(name: str) -> bool:
+    """Return whether a name is that of a class in a user's file, such as `my_file.py:MyScore`."""
     return _FILE in name
 
 
-def is_ours(known: type) -> bool:
+def is_builtin(kind: type) -> bool:
     """Return whether a class is part of this package."""
-    return known.__module__.startswith(PACKAGE_PREFIX)
+    return kind.__module__.startswith(PACKAGE_PREFIX)
 
 
-def digest(known: type) -> str:
+def class_digest(kind: type) -> str:
     """Return a digest that identifies the version of an external class: of its source file, or of its own source."""
-    path = inspect.getsourcefile(known) if known.__module__ not in ("__main__", None) else None
+    path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
     try:
-        source = Path(path).read_bytes() if path else inspect.getsource(known).encode()
+        source = Path(path).read_bytes() if path else inspect.getsource(kind).encode()
     except (OSError, TypeError):
-        codes = [vars(known)[name] for name in sorted(vars(known)) if inspect.isfunction(vars(known)[name])]
-        source = b"".join(made.__code__.co_code + repr(made.__code__.co_consts).encode() for made in codes)
+        functions = [vars(kind)[name] for name in sorted(vars(kind)) if inspect.isfunction(vars(kind)[name])]
+        codes = [function.__code__ for function in functions]
+        source = b"".join(code.co_code + repr(code.co_consts).encode() for code in codes)
     return hashlib.sha256(source).hexdigest()[:16]
 
 
 def load_entry_point(entry: EntryPoint) -> object:
-    """Load what an entry point of an installed package names. Raises PluginError."""
+    """Load the object that an entry point of an installed package names. Raises PluginError."""
     package = entry.dist.name if entry.dist else entry.value
     try:
         return entry.load()
     except Exception as error:
-        msg = f"'{entry.name}' of the package {package} cannot be loaded: {error_line(error)}"
+        msg = f"'{entry.name}' of the package {package} cannot be loaded: {format_error(error)}"
         raise PluginError(msg) from error
 
 
 def load_class(name: str) -> object:
     """Return the class that `my_file.py:MyScore` names. Raises PluginError."""
-    path, _, wanted = name.rpartition(":")
+    path, _, class_name = name.rpartition(":")
     module = load_module(Path(path))
-    value = vars(module).get(wanted)
+    value = vars(module).get(class_name)
     if not inspect.isclass(value):
         classes = [
-            key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__
+            key for key, item in vars(module).items() if inspect.isclass(item) and item.__module__ == module.__name__
         ]
-        msg = f"{path} has no class '{wanted}'; its classes: {', '.join(classes) or 'none'}"
+        msg = f"{path} has no class '{class_name}'; its classes: {', '.join(classes) or 'none'}"
         raise PluginError(msg)
     return value
 
@@ -82,11 +83,11 @@ def load_module(path: Path) -> ModuleType:
     """Import a Python file as a module, once per content; its output goes to stderr. Raises PluginError."""
     _KIND.check(path)
     stamp = path.stat()
-    return _module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
+    return _import_module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
 
 
 @functools.cache
-def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
+def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
     """Import a file; `stamp`, its time and size, is part of the cache key."""
     known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
     if known_as in sys.modules:
@@ -101,36 +102,36 @@ def _module(path: Path, stamp: tuple[int, int]) -> ModuleType:
             spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # exits, and exceptions of no kind, are the file's too
+    except BaseException as error:  # the file may also exit, or raise an exception of its own kind
         del sys.modules[known_as]
-        msg = f"{path} cannot be loaded: {error_line(error)}"
+        msg = f"{path} cannot be loaded: {format_error(error)}"
         raise PluginError(msg) from error
     return module
 
 
-def error_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an error of external code in one line."""
-    text = " ".join(_text(error).split())
+    text = " ".join(_message(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
-    said_by = f"{type(error).__name__}: {text}".rstrip(": ")
+    message = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
-        return said_by
+        return message
     file = Path(frames[-1].filename)
-    return f"{said_by} ({file.name}, line {frames[-1].lineno}){_import_hint(error, file.parent)}"
+    return f"{message} ({file.name}, line {frames[-1].lineno}){_import_hint(error, file.parent)}"
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:
-    """Return how to make files next to a plugin importable, where their import failed: a plugin is loaded by itself."""
+    """Return how to make files next to a plugin importable, where their import failed; empty for another error."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if not name or not ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
         return ""
     return f"; files beside it are imported by their names with PYTHONPATH={folder} before the command"
 
 
-def _text(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # its own __str__ fails
+    except Exception:  # where its __str__ fails
         return ""
 
 
@@ -145,49 +146,51 @@ class Catalogue(Generic[_Class]):
         kind: `score` or `policy`.
         package: package with one class per module, named like the class with `_` for `-`.
         base: function that returns the base class of all of them, called on first use.
-        besides: modules of the package without such a class.
-        refused: function that returns names that are taken by something else.
+        excluded: modules of the package without such a class.
+        reserved: function that returns names that are used for something else.
     """
 
     def __init__(
-        self, kind: str, package: str, base: Callable[[], type[_Class]], besides: Iterable[str] = (),
-        refused: Callable[[], Iterable[str]] = tuple,
+        self, kind: str, package: str, base: Callable[[], type[_Class]], excluded: Iterable[str] = (),
+        reserved: Callable[[], Iterable[str]] = tuple,
     ) -> None:  # fmt: skip
         self.kind, self.package, self.base = kind, package, base
-        self.besides, self.refused = tuple(besides), refused
+        self.excluded, self.reserved = tuple(excluded), reserved
         self.registered: dict[str, type[_Class]] = {}
 
     def names(self) -> list[str]:
-        """Return all names, our own first and registered ones last; nothing is imported."""
+        """Return all names, built-in ones first and registered ones last; nothing is imported."""
         return list(
-            dict.fromkeys([*self._files(), *installed_entry_points(f"{PACKAGE_PREFIX}{self._group}"), *self.registered])
+            dict.fromkeys(
+                [*self._builtin_names(), *installed_entry_points(f"{PACKAGE_PREFIX}{self._group}"), *self.registered]
+            )
         )
 
-    def info(self, name: str) -> type[_Class]:
-        """Return the class of a name.
+    def load(self, name: str) -> type[_Class]:
+        """Return the class of a name, imported where necessary.
 
         Raises UnknownNameError with the known names, the nearest first, and PluginError.
         """
         if name in self.registered:
             return self.registered[name]
-        if of_file(name):
-            return self._of_kind(load_class(name), name)
-        if name in self._files():
-            return self._ours(name)
+        if refers_to_file(name):
+            return self._check_class(load_class(name), name)
+        if name in self._builtin_names():
+            return cast("type[_Class]", _find_builtin_class(f"{self.package}.{name.replace('-', '_')}", name))
         if entry := installed_entry_points(f"{PACKAGE_PREFIX}{self._group}").get(name):
-            return self._of_kind(load_entry_point(entry), name)
+            return self._check_class(load_entry_point(entry), name)
         raise UnknownNameError(name, self.kind, self.names())
 
-    def register(self, given: type[_Class], taken: Iterable[str]) -> type[_Class]:
+    def register(self, new: type[_Class], taken: Iterable[str]) -> type[_Class]:
         """Register a class. Raises ConfigError where it is not of this kind, or where its name is taken."""
-        name = getattr(given, "name", None)
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in self.refused():
+        name = getattr(new, "name", None)
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in self.reserved():
             msg = (
                 f"expected a {self.kind}'s name of small letters, digits, '-' and '_' that no selection has, got "
                 f"{name!r}"
             )
             raise ConfigError(msg)
-        checked = self._of_kind(given, name, ConfigError)
+        checked = self._check_class(new, name, ConfigError)
         if name in taken:
             msg = f"a {self.kind} named '{name}' is registered already; choose another name"
             raise ConfigError(msg)
@@ -198,41 +201,44 @@ class Catalogue(Generic[_Class]):
     def _group(self) -> str:
         return {"policy": "policies"}.get(self.kind, f"{self.kind}s")
 
-    def _files(self) -> list[str]:
-        return _modules(self.package, self.besides)
+    def _builtin_names(self) -> list[str]:
+        return _module_names(self.package, self.excluded)
 
-    def _ours(self, name: str) -> type[_Class]:
-        return cast("type[_Class]", _own_class(f"{self.package}.{name.replace('-', '_')}", name))
-
-    def _of_kind(self, found: object, name: str, error: type[ConfigError | PluginError] = PluginError) -> type[_Class]:
+    def _check_class(
+        self, candidate: object, name: str, error: type[ConfigError | PluginError] = PluginError
+    ) -> type[_Class]:
         """Return the class after checking it. Raises `error` where it is not of this kind."""
         base = self.base()
-        if not (inspect.isclass(found) and issubclass(found, base) and "__dataclass_params__" in vars(found)):
-            msg = f"expected '{name}' to be a subclass of {base.__name__} that is a frozen dataclass, got {found!r}"
+        if not (
+            inspect.isclass(candidate) and issubclass(candidate, base) and "__dataclass_params__" in vars(candidate)
+        ):
+            msg = f"expected '{name}' to be a subclass of {base.__name__} that is a frozen dataclass, got {candidate!r}"
             raise error(msg)
-        if bare := [field.name for field in dataclasses.fields(cast("Any", found)) if "option" not in field.metadata]:
+        if bare := [
+            field.name for field in dataclasses.fields(cast("Any", candidate)) if "option" not in field.metadata
+        ]:
             msg = (
                 f"{self.kind} '{name}': expected {bare[0]} to be an option(default, 'what it does'), got a plain field"
             )
             raise error(msg)
-        if flaw := getattr(found, "flaw", str)():
+        if flaw := getattr(candidate, "flaw", str)():
             msg = f"{self.kind} '{name}': {flaw}"
             raise error(msg)
-        return found
+        return candidate
 
 
 @functools.cache
-def _modules(package: str, besides: tuple[str, ...]) -> list[str]:
+def _module_names(package: str, excluded: tuple[str, ...]) -> list[str]:
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if module.name not in besides]
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if module.name not in excluded]
 
 
 @functools.cache
-def _own_class(module: str, name: str) -> type:
+def _find_builtin_class(module: str, name: str) -> type:
     """Return the class of this name in one of our modules."""
     values = vars(importlib.import_module(module)).values()
-    (match,) = (one for one in values if inspect.isclass(one) and vars(one).get("name") == name)
+    (match,) = (value for value in values if inspect.isclass(value) and vars(value).get("name") == name)
     return match
 
 

@@ -40,28 +40,25 @@ def number_bits(precision: Choice) -> int:
 
 def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
     """Return the bits of a kept set's keys and values, scales and minima included; `window` entries are in 16 bits."""
-    few = max(0, kept - window) if precision.name == QUANTISE else 0
-    whole = 2 * FULL_BITS * d_head * (kept - few)
-    if not few:
-        return whole
+    quantised = max(0, kept - window) if precision.name == QUANTISE else 0
+    full_bits = 2 * FULL_BITS * d_head * (kept - quantised)
+    if not quantised:
+        return full_bits
     group = int(precision["group"])
-    keys, values = math.ceil(few / group) * d_head, few * math.ceil(d_head / group)
-    return whole + 2 * number_bits(precision) * d_head * few + _GROUP_BITS * (keys + values)
+    groups = math.ceil(quantised / group) * d_head + quantised * math.ceil(d_head / group)  # of keys, of values
+    return full_bits + 2 * number_bits(precision) * d_head * quantised + _GROUP_BITS * groups
 
 
 def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
-    """Return the entries that fit into the bytes of `budget` 16-bit entries, at most `most`.
-
-    Without `fill`, the budget.
-    """
+    """Return how many entries, at most `most`, fit into the bytes of `budget` 16-bit ones; without `fill`, `budget`."""
     d_head = int(precision.options.get("fill", 0))
     if not d_head:
         return min(budget, most)
-    room = stored_bits(Choice(FULL), budget, window, d_head)
+    available = stored_bits(Choice(FULL), budget, window, d_head)
     low, high = min(budget, window), most
     while low < high:
         middle = (low + high + 1) // 2
-        fits = stored_bits(precision, middle, window, d_head) <= room
+        fits = stored_bits(precision, middle, window, d_head) <= available
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -95,15 +92,15 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 }
 
 
-def correction_bits(correction: Choice, gone: int, heads: int, d_head: int) -> int:
-    """Return the bits that a correction stores for `gone` evicted entries of a kept set that `heads` query heads read.
+def correction_bits(correction: Choice, evicted: int, heads: int, d_head: int) -> int:
+    """Return the bits that a correction stores for `evicted` entries of a kept set that `heads` query heads read.
 
     0 where nothing was evicted. Per head a mean value and a log-mass, with `linear` a mean key too; for the oracle a
     mean value per head, and the evicted keys once for all heads.
     """
-    if correction.name == NONE or not gone:
+    if correction.name == NONE or not evicted:
         return 0
     if correction.name == ORACLE:
-        return FULL_BITS * d_head * (heads + gone)
+        return FULL_BITS * d_head * (heads + evicted)
     vectors = 2 if correction["mass"] == LINEAR else 1
     return FULL_BITS * heads * (vectors * d_head + 1)

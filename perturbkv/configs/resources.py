@@ -20,7 +20,7 @@ from perturbkv.errors import ConfigError, UnknownNameError
 CHUNK_BYTES = 256 * 2**20
 SLACK = 1 / 8
 """Largest padding of a ragged cache, as a share of its entries."""
-_PLACE_BYTES = 12
+_INDEX_BYTES = 12
 """Bytes of an entry's two indices: into the prompt and into the full cache."""
 _UNITS = {"": 2**20, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -75,7 +75,7 @@ class Shape:
     window: int = 0
 
     @classmethod
-    def of(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
+    def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
         """Read the sizes from transformers' configuration of a model."""
         heads = int(config.num_attention_heads)
         d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -97,9 +97,9 @@ class Shape:
         For a policy that reads pages of the full cache, count the bounds by which pages are chosen; for one with its
         own prefill, the whole cache.
         """
-        if config.reads:
-            return self._entries_bytes(self.kv_heads * config.blocks(tokens).before)
-        if config.lined:
+        if config.reads_pages:
+            return self._entries_bytes(self.kv_heads * config.blocks(tokens).full)
+        if config.has_sparse_prefill:
             return self._entries_bytes(self.kv_heads * tokens)
         sets = self.heads if config.granularity.name == "query" else self.kv_heads
         return self._entries_bytes(sets * config.kept_entries(tokens))
@@ -112,10 +112,10 @@ class Shape:
         """
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
-        cached = kept * _PLACE_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
-        cached = kept if config.lined else cached
+        cached = kept * _INDEX_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
+        cached = kept if config.has_sparse_prefill else cached
         recorded = 3 * self.layers * self.d_model * self.itemsize
-        logits = 4 * 8 * self.vocab  # the divergence of a row in float64, and what it is made of
+        logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits
 
     def _entries_bytes(self, entries_of_a_layer: int) -> int:
@@ -130,14 +130,14 @@ class Batches:
     """The configurations that are decoded together.
 
     Attributes:
-        places: configurations of each batch, by their index in the run.
+        indices: configurations of each batch, by their index in the run.
         rows: rows of every batch, with a row that keeps everything first; short batches are filled up with more such
             rows, so that all batches and the reference go through linear layers of the same shape.
         largest_bytes: planned size of the largest batch.
         bound_bytes: largest allowed size of a batch.
     """
 
-    places: tuple[tuple[int, ...], ...]
+    indices: tuple[tuple[int, ...], ...]
     rows: int
     largest_bytes: int
     bound_bytes: int
@@ -168,10 +168,10 @@ def plan_batches(
         )
         raise ConfigError(msg)
     count = math.ceil(sum(sizes) / bound)
-    while (largest := max(sum(sizes[place] for place in batch) for batch in _distribute(sizes, count))) > bound:
+    while (largest := max(sum(sizes[index] for index in batch) for batch in _distribute(sizes, count))) > bound:
         count += 1
-    dealt = _distribute(sizes, count)
-    return Batches(dealt, 1 + max(map(len, dealt)), largest, bound)
+    batches = _distribute(sizes, count)
+    return Batches(batches, 1 + max(map(len, batches)), largest, bound)
 
 
 def _format_size(size: int) -> str:
@@ -183,10 +183,10 @@ def _format_size(size: int) -> str:
 def _distribute(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
     """Distribute configurations over batches, largest first in alternating direction, so that batches are balanced."""
     batches: list[list[int]] = [[] for _ in range(min(count, len(sizes)))]
-    order = sorted(range(len(sizes)), key=lambda place: (-sizes[place], place))
-    for turn, place in enumerate(order):
-        there, back = divmod(turn, len(batches))
-        batches[back if there % 2 == 0 else -1 - back].append(place)
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    for turn, index in enumerate(order):
+        lap, position = divmod(turn, len(batches))
+        batches[position if lap % 2 == 0 else -1 - position].append(index)
     return tuple(tuple(sorted(batch)) for batch in batches)
 
 

@@ -32,15 +32,15 @@ CACHES = {
     "rectangular": "one length per configuration and layer, no padding",
 }
 
-_TRUTHS = ("random_weights", "chat_template")
-_KINDS: dict[str, Any] = {
+_BOOLEANS = ("random_weights", "chat_template")
+_TYPES: dict[str, Any] = {
     **dict.fromkeys(("model", "revision", "dataset", "dtype", "device", "scenario", "cache"), str),
     **dict.fromkeys(("samples", "seed", "steps", "generate"), int),
     **dict.fromkeys(("dataset_options", "plugins"), dict),
     **dict.fromkeys(("save", "head_scores"), list),
     "max_tokens": int | None,
 }
-"""Type of each field in JSON, other than truth values."""
+"""Type of each field in JSON, except truth values."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class RunConfig:
         """Return the run that `to_json` wrote. Raises ConfigError for any other text."""
         expected = "expected a run configuration as JSON, got one"
         try:
-            return cls(**_fields(json.loads(text)))
+            return cls(**_parse_fields(json.loads(text)))
         except KeyError as error:
             msg = f"{expected} without {error}"
         except (TypeError, AttributeError, RecursionError):
@@ -185,21 +185,21 @@ class RunConfig:
         return [name for name in mine if mine[name] != theirs[name]]
 
 
-def _fields(document: Any) -> dict[str, Any]:
+def _parse_fields(document: Any) -> dict[str, Any]:
     """Return the fields of a run from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
     if not isinstance(document, dict):
         msg = "expected a run configuration as JSON, got one that is no object"
         raise ConfigError(msg)
     fields = {name: value for name, value in document.items() if name != "configs"}
-    _check_kinds(fields)
+    _check_types(fields)
     fields["save"], fields["head_scores"] = tuple(fields["save"]), tuple(map(tuple, fields.get("head_scores", ())))
     return {**fields, "configs": tuple(map(EvictionConfig.from_document, document["configs"]))}
 
 
-def _check_kinds(document: dict[str, Any]) -> None:
+def _check_types(document: dict[str, Any]) -> None:
     """Raise ConfigError unless every entry of a run's JSON has the expected type."""
     for name, value in document.items():
-        if name in _KINDS and not isinstance(value, _KINDS[name]) or (isinstance(value, bool) != (name in _TRUTHS)):
+        if name in _TYPES and not isinstance(value, _TYPES[name]) or (isinstance(value, bool) != (name in _BOOLEANS)):
             msg = f"{name} of a run cannot be '{value}'"
             raise ConfigError(msg)
     numbers = [score for row in document.get("head_scores", ()) for score in row]
@@ -257,7 +257,7 @@ class Shard:
         """
         return tuple(items[self.number - 1 :: self.count])
 
-    def of(self, sample_ids: Sequence[str], configs: Sequence[_Item]) -> tuple[tuple[str, ...], tuple[_Item, ...]]:
+    def select(self, sample_ids: Sequence[str], configs: Sequence[_Item]) -> tuple[tuple[str, ...], tuple[_Item, ...]]:
         """Return the shard's samples, and the configurations that it measures on each of them."""
         if self.by == "configs":
             return tuple(sample_ids), self.share(configs)

@@ -49,7 +49,7 @@ SELECTIONS = {
     "position": "by position, as the policy says (streaming-llm only)",
     GIVEN: "what a policy from outside kept itself (names with a colon only)",
 }
-ASKED = {name: what for name, what in SELECTIONS.items() if name != GIVEN}
+SELECTABLE = {name: what for name, what in SELECTIONS.items() if name != GIVEN}
 """Selections that a user can choose."""
 _STAGE1 = {
     "alpha": Option(0.25, "share of stage 1, 0 to 1; without stages: of its own ranking, for the bounds", high=1),
@@ -94,7 +94,7 @@ _BLOCKS = {
     "block_score": Option("sum", "of a block's entries: sum or max", known=("sum", "max")),
 }
 """Blocks lie as an engine's block table has them (PagedAttention, https://arxiv.org/abs/2309.06180, section 4.1):
-`configs.blocks`."""
+`Blocks`."""
 _GROUP = {
     "reduce": Option("mean", "scores of a group, before pooling: mean or max", known=("mean", "max")),
     "product": Option(
@@ -117,38 +117,38 @@ class Blocks:
 
     Attributes:
         size: entries of a block.
-        before: blocks before the tail, all of them full.
+        full: blocks before the tail, all of them full.
         tail: entries of the blocks that hold the window, which always stay.
     """
 
     size: int
-    before: int
+    full: int
     tail: int
 
     @classmethod
-    def of(cls, tokens: int, window: int, size: int) -> Self:
+    def divide(cls, tokens: int, window: int, size: int) -> Self:
         """Divide a prompt of `tokens` entries."""
-        before = max(0, tokens - window) // size
-        return cls(size, before, tokens - before * size)
+        full = max(0, tokens - window) // size
+        return cls(size, full, tokens - full * size)
 
     @property
     def tail_blocks(self) -> int:
         """Number of blocks of the tail, the last one full or not."""
         return -(-self.tail // self.size)
 
-    def first(self, entries: int) -> int:
+    def first_blocks(self, entries: int) -> int:
         """Return the number of blocks that hold the first `entries`."""
         return -(-entries // self.size)
 
-    def recent(self, entries: int) -> int:
+    def recent_blocks(self, entries: int) -> int:
         """Return the number of blocks before the tail that hold some of the most recent `entries`."""
         return max(0, -((self.tail - entries) // self.size))
 
-    def bought(self, entries: int) -> int:
+    def affordable(self, entries: int) -> int:
         """Return the number of blocks that a budget of `entries` pays for in addition to the tail."""
         return (entries - self.tail) // self.size
 
-    def held(self, blocks: int) -> int:
+    def kept_entries(self, blocks: int) -> int:
         """Return the number of entries in so many blocks and the tail."""
         return blocks * self.size + self.tail
 
@@ -160,7 +160,7 @@ def max_protected_entries(first: int, recent: int, size: int) -> int:
 
 PAGE_READERS = ("quest",)
 """Policies that read pages."""
-PAGE = 16
+PAGE_SIZE = 16
 """Entries of a page (Quest, https://arxiv.org/abs/2406.10774, section 4.1)."""
 
 
@@ -171,16 +171,16 @@ def reads_pages(policy: Choice) -> bool:
 
 def page_size(policy: Choice) -> int:
     """Return the page size of a policy, in entries. Raises ConfigError unless it is an integer from 1."""
-    size = policy.options.get("page", PAGE)
+    size = policy.options.get("page", PAGE_SIZE)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         msg = f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}"
         raise ConfigError(msg)
     return size
 
 
-def held_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
+def cache_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
     """Return the bits of one layer: all keys and values, and each page's key bounds where pages are chosen."""
-    bounds = blocks.before if chooses else 0
+    bounds = blocks.full if chooses else 0
     return 2 * FULL_BITS * d_head * kv_heads * (prompt_tokens + bounds)
 
 
@@ -199,8 +199,8 @@ def has_sparse_prefill(policy: Choice) -> bool:
 
 def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
     """Raise ConfigError where a run with a sparse prefill decodes several steps, generates or mixes layer types."""
-    own = next((policy.name for policy in policies if has_sparse_prefill(policy)), None)
-    if own is None:
+    name = next((policy.name for policy in policies if has_sparse_prefill(policy)), None)
+    if name is None:
         return
     for met, what, instead in (
         (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
@@ -208,7 +208,7 @@ def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, 
         (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
     ):
         if met:
-            msg = f"policy '{own}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
+            msg = f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
             raise ConfigError(msg)
 
 

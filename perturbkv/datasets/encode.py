@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from perturbkv.datasets import metrics
 from perturbkv.datasets import sample as templates
 from perturbkv.datasets.sample import RenderedPrompt, Sample, check_id
-from perturbkv.display import ends
+from perturbkv.display import shorten_middle
 from perturbkv.errors import ConfigError, DatasetError, ModelError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 
 class TokenIds(Sequence[int]):
@@ -123,7 +123,7 @@ class Prompt:
 
     def __repr__(self) -> str:
         cut = f" ({self.cut_tokens:,} cut)" if self.cut_tokens else ""
-        return line(
+        return escape_line(
             f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
         )
 
@@ -216,7 +216,7 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
-        ends(sample.prompt), chat_template, sample.metric,
+        shorten_middle(sample.prompt), chat_template, sample.metric,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOption
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
 from perturbkv.display import Table
 from perturbkv.errors import DatasetError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 DEFAULT_SAMPLES = 8
 NO_DATASET = "prompts"
@@ -82,7 +82,7 @@ class Prompts(Sequence[Prompt]):
     def _title(self) -> str:
         template = "with" if self.chat_template else "without"
         counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
-        return f"{line(self.dataset)}: {counted}, {template} chat template"
+        return f"{escape_line(self.dataset)}: {counted}, {template} chat template"
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...

@@ -90,8 +90,8 @@ def _on_gpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     if not fitting:
         largest = max(node.gpu_bytes for node in free)
         msg = (
-            f"the model and its caches need {memory.said(needed)}, and the largest free GPU of the Ray cluster has "
-            f"{memory.said(largest)}; a smaller --max-memory or --dtype takes less"
+            f"the model and its caches need {memory.format_size(needed)}, and the largest free GPU of the Ray cluster "
+            f"has {memory.format_size(largest)}; a smaller --max-memory or --dtype takes less"
         )
         raise NoMemoryError(msg)
     cpus = chosen.cpus_per_worker or 1
@@ -103,8 +103,8 @@ def _on_cpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     if all(node.memory < needed for node in nodes):
         most = max((node.memory for node in nodes), default=0)
         msg = (
-            f"the model and its caches need {memory.said(needed)}, and no node of the Ray cluster has more than "
-            f"{memory.said(most)} free; a smaller --max-memory or --dtype takes less"
+            f"the model and its caches need {memory.format_size(needed)}, and no node of the Ray cluster has more than "
+            f"{memory.format_size(most)} free; a smaller --max-memory or --dtype takes less"
         )
         raise NoMemoryError(msg)
 

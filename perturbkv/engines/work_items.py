@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.plugins import of_file
+from perturbkv.configs.plugins import refers_to_file
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
@@ -40,7 +40,7 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
 
     Raises ConfigError for one that no other process can import.
     """
-    modules = {name: _plugin_class(name).__module__ for name in run.plugins if not of_file(name)}
+    modules = {name: _plugin_class(name).__module__ for name in run.plugins if not refers_to_file(name)}
     for name, module in modules.items():
         if module == _PROGRAM:
             msg = (
@@ -71,7 +71,7 @@ def import_registered(names: tuple[str, ...], run: RunConfig) -> None:
 def _plugin_class(name: str) -> type:
     """Return the class that was registered; for a policy that is a score, the score."""
     if name in SCORES.names():
-        return SCORES.info(name)
+        return SCORES.load(name)
     return registry.info(name)
 
 

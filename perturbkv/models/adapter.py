@@ -152,7 +152,7 @@ class Adapter:
     def shape(self) -> Shape:
         """The sizes that the model's memory depends on."""
         floats = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
-        return Shape.of(self.config, self.dtype.itemsize, self.stored.nbytes or floats)
+        return Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or floats)
 
     @property
     def positions(self) -> int:

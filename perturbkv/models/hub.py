@@ -28,7 +28,7 @@ from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, get_token
 
-from perturbkv.memory import said
+from perturbkv.memory import format_size
 
 _CONNECT_TIMEOUT = 5.0
 """Seconds for a host to accept a connection; without this check each missing file would cost half a minute."""
@@ -127,7 +127,7 @@ def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = No
     try:
         yield
     except OSError as error:
-        came = f" at {said(_size(partial))} of {said(file.size)}, which are kept" if partial else ""
+        came = f" at {format_size(_size(partial))} of {format_size(file.size)}, which are kept" if partial else ""
         msg = (
             f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){came}; make room there, or "
             "set HF_HOME to another place"
@@ -146,7 +146,7 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
             failures = failures + 1 if _size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
                 msg = (
-                    f"the download of {file.name} was cut at {said(_size(partial))} of {said(file.size)} "
+                    f"the download of {file.name} was cut at {format_size(_size(partial))} of {format_size(file.size)} "
                     f"({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
                 )
                 raise HubError(msg) from error
@@ -259,7 +259,7 @@ class Repository:
         path = home / "blobs" / file.etag
         lock = Path(constants.HF_HUB_CACHE, ".locks", home.name, f"{file.etag}.lock")
         if file.size >= _ANNOUNCED_SIZE:
-            _log.info("downloading %s of %s (%s), once, into %s", file.name, self.id, said(file.size), home)
+            _log.info("downloading %s of %s (%s), once, into %s", file.name, self.id, format_size(file.size), home)
         download(file, hf_hub_url(self.id, file.name, repo_type=self.kind, revision=self.commit), path, lock)
         with explain_write_errors(path, file):
             _link(self.folder / file.name, path)
@@ -271,8 +271,8 @@ class Repository:
         needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
         if needed > free:
             msg = (
-                f"it takes {said(needed)} and {said(free)} are free in {folder}; make room there, or set HF_HOME to "
-                "another place"
+                f"it takes {format_size(needed)} and {format_size(free)} are free in {folder}; make room there, or "
+                "set HF_HOME to another place"
             )
             raise HubError(msg)
 

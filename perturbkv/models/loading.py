@@ -315,7 +315,7 @@ def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
 
 
 @quiet()
-@memory.told("a smaller model or --dtype takes less")
+@memory.translate_allocation_errors("a smaller model or --dtype takes less")
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int = 0, device_map: str = "none"
 ) -> Adapter:

@@ -194,7 +194,7 @@ def explain_errors(source: Source, what: str) -> Iterator[None]:
     truncated or wrong files it raises whatever its own code stumbles over.
     """
     try:
-        with memory.told("a smaller model or --dtype takes less"):
+        with memory.translate_allocation_errors("a smaller model or --dtype takes less"):
             yield
     except (PerturbkvError, user_cache.NotCachedError):
         raise

@@ -19,7 +19,7 @@ from perturbkv.user_files import FileKind
 
 _FLOAT = re.compile(r"B?F\d")
 _INDEX = FileKind("an index of safetensors", ModelError)
-_FILE = FileKind("weights (safetensors)", ModelError, most=2**63)
+_FILE = FileKind("weights (safetensors)", ModelError, max_bytes=2**63)
 _READ = "W_O read as what o_proj multiplies by, dequantised"
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

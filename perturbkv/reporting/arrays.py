@@ -16,7 +16,7 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import POSITIVE, estimate_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, by_step, mean_of
 from perturbkv.reporting.page_blocks import Blocks, log_scale, pack_verdicts
 from perturbkv.reporting.sides import (
@@ -37,7 +37,13 @@ def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """Return label, side, budget and cache shares (entries, bytes; NaN if unknown) of each configuration."""
     held, size = Measurements(trace, ANALYSIS).cache_shares, _bytes(trace)
     return [
-        {"label": line(config.label()), "side": side, "budget": budget, "held": float(entries), "bytes": float(share)}
+        {
+            "label": escape_line(config.label()),
+            "side": side,
+            "budget": budget,
+            "held": float(entries),
+            "bytes": float(share),
+        }
         for config, side, budget, entries, share in zip(
             trace.run.configs, sides.side, sides.budget, held, size, strict=True
         )

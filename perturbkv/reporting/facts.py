@@ -17,7 +17,7 @@ from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line, plain
+from perturbkv.escaping import escape_control_characters, escape_line
 from perturbkv.reporting.arrays import evicted_nothing, kl_floor
 from perturbkv.reporting.head_measures import ANALYSIS
 from perturbkv.reporting.prompt_texts import why_without_text
@@ -34,7 +34,7 @@ Fact = tuple[str, str]
 
 def title_of(trace: Trace) -> str:
     """Return model and data set."""
-    return line(f"{trace.run.model} · {trace.run.dataset}")
+    return escape_line(f"{trace.run.model} · {trace.run.dataset}")
 
 
 def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
@@ -54,7 +54,7 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,
     }
-    return tuple((label, line(value)) for label, value in facts.items() if value)
+    return tuple((label, escape_line(value)) for label, value in facts.items() if value)
 
 
 def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tu
         _nothing_evicted(trace),
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
-    return tuple(line(one) for one in sentences if one)
+    return tuple(escape_line(one) for one in sentences if one)
 
 
 def _configurations(trace: Trace, sides: Sides) -> str:
@@ -162,7 +162,7 @@ def answers(trace: Trace) -> dict[str, Any] | None:
     tasks = terms(trace.run)
     return {
         "unit": _UNITS.get(name or "", ""),
-        "metric": line(", ".join(sorted(tasks.metrics or tasks.own_metrics))),
+        "metric": escape_line(", ".join(sorted(tasks.metrics or tasks.own_metrics))),
         "expected": None if "expected_answers" not in texts else [_expected(one) for one in texts["expected_answers"]],
         "full": {"texts": _texts(full_texts), "scores": _as_list(full)},
         "full_mean": _mean(full),
@@ -191,7 +191,7 @@ def _as_list(scores: Floats | None) -> list[float] | None:
 
 
 def _texts(texts: NDArray[np.generic] | None) -> list[str] | None:
-    return None if texts is None else [plain(str(one)) for one in texts.tolist()]
+    return None if texts is None else [escape_control_characters(str(one)) for one in texts.tolist()]
 
 
 def _expected(document: Any) -> list[str]:
@@ -200,7 +200,11 @@ def _expected(document: Any) -> list[str]:
         accepted = parse_json(str(document) or "[]")
     except ValueError:
         accepted = str(document)
-    return [plain(str(one)) for one in accepted] if isinstance(accepted, list) else [plain(str(accepted))]
+    return (
+        [escape_control_characters(str(one)) for one in accepted]
+        if isinstance(accepted, list)
+        else [escape_control_characters(str(accepted))]
+    )
 
 
 def _mean(scores: Floats | None) -> list[Any] | None:
@@ -232,14 +236,14 @@ def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
     """
     reasons = {
         **{part: _why_without(trace, variable) for part, variable in _NEEDED.items()},
-        "kept": trace.why_without_kept(),
+        "kept": trace.missing_positions_message(),
         "prompt": why_without_text(trace),
         "answers": _why_ungraded(trace),
         "answers_text": _why_without_texts(trace),
         "steps": _why_single_step(trace),
         "pairs": "" if pairs else _why_without_pairs(trace),
     }
-    return {part: line(why) for part, why in reasons.items() if why}
+    return {part: escape_line(why) for part, why in reasons.items() if why}
 
 
 def _why_without_pairs(trace: Trace) -> str:

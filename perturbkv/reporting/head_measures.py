@@ -146,5 +146,5 @@ def _evicted_distance(trace: Trace, isolated: Floats) -> Floats:
     NaN too where entries are stored in few bits, or outputs are corrected: L is then not of evicted entries alone.
     """
     gone = 1 - Measurements(trace, ANALYSIS)["retained_mass"]
-    exact = np.array([config.evicts_alone for config in trace.run.configs])[:, None, None]
+    exact = np.array([config.only_evicts for config in trace.run.configs])[:, None, None]
     return np.asarray(ratio(isolated, np.where((gone > _NO_MASS) & exact, gone, 0)))

@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from perturbkv.escaping import in_json
+from perturbkv.escaping import escape_json
 from perturbkv.reporting.page_blocks import Payload
 
 _COMMENT = re.compile(r"/\*.*?\*/|^[ \t]*//[^\n]*", re.DOTALL | re.MULTILINE)
@@ -271,7 +271,7 @@ def page(payload: Payload) -> str:
 
 def as_json(document: Any) -> str:
     """Return a JSON document that is safe between the tags of a script in HTML."""
-    text = in_json(json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    text = escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
     for sign, escape in _MARKUP.items():
         text = text.replace(sign, escape)
     return text

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 
 Codes = NDArray[np.uint16]
 LOG, LINEAR = "log", "linear"
@@ -214,6 +214,6 @@ class Payload:
     blocks: Mapping[str, bytes]
 
     def __post_init__(self) -> None:
-        if self.title != line(self.title):
+        if self.title != escape_line(self.title):
             msg = f"expected a title of one line without characters that nobody sees, got {self.title!r}"
             raise ValueError(msg)

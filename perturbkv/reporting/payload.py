@@ -20,7 +20,7 @@ from perturbkv.analyses.measurements import Measurements, measured_steps
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, median_level
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.reporting import arrays
 from perturbkv.reporting.arrays import TraceMeasures, put_arrays, put_samples, put_steps
 from perturbkv.reporting.facts import answers, facts, missing_parts, title_of, warnings
@@ -92,7 +92,7 @@ def _attempt(lacks: dict[str, str], part: str, function: Callable[[], Any]) -> A
     try:
         return function()
     except TraceError as error:
-        lacks[part] = line(str(error))
+        lacks[part] = escape_line(str(error))
         return None
 
 
@@ -102,15 +102,15 @@ def _run_part(trace: Trace) -> dict[str, Any]:
     names = _display_names([name for name, ok in zip(trace.sample_ids, trace.ok, strict=True) if ok])
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
-        "model": line(trace.run.model),
-        "dataset": line(trace.run.dataset),
+        "model": escape_line(trace.run.model),
+        "dataset": escape_line(trace.run.dataset),
         "random_weights": trace.run.random_weights,
         "digest": trace.digest,
         "samples": [
             {"id": name, "tokens": int(count), "steps": int(most)}
             for name, count, most in zip(names, tokens, steps, strict=True)
         ],
-        "failed": [{"id": line(name), "reason": line(why)} for name, why in trace.failures.items()],
+        "failed": [{"id": escape_line(name), "reason": escape_line(why)} for name, why in trace.failures.items()],
         "interval": "none" if len(names) < 2 else "range" if len(names) < MIN_SAMPLES else "interval",
         "median_level": median_level(len(names)) if len(names) >= MIN_SAMPLES else None,
         "steps": int(steps.max()),
@@ -126,7 +126,7 @@ def _bytes(part: object) -> int:
 
 def _display_names(ids: Sequence[str]) -> tuple[str, ...]:
     """Return distinct names of samples for display; none is empty, as the empty one means all samples."""
-    return make_distinct([line(name) if name.strip() else "(no id)" for name in ids])
+    return make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])
 
 
 def _measures(measured: TraceMeasures) -> list[dict[str, Any]]:
@@ -177,7 +177,9 @@ def name_of(trace: Trace) -> str:
     if not trace.source:
         return "in memory"
     path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep their own names
-    return line(f"{path.parent.name}/{path.name}" if path.name == _DEFAULT_NAME and path.parent.name else path.name)
+    return escape_line(
+        f"{path.parent.name}/{path.name}" if path.name == _DEFAULT_NAME and path.parent.name else path.name
+    )
 
 
 def portable(trace: Trace) -> Trace:

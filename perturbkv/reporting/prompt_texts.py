@@ -17,7 +17,7 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.tokens.fates import PromptText, changes, prompt_of
 from perturbkv.errors import TraceError
-from perturbkv.escaping import plain
+from perturbkv.escaping import escape_control_characters
 from perturbkv.reporting.page_blocks import Blocks, deflate, encode_shares, size_of
 from perturbkv.reporting.sides import IndexPair
 from perturbkv.trace import Trace
@@ -60,7 +60,7 @@ def why_without_text(trace: Trace) -> str:
 
 def token_text(text: str) -> str:
     """Return the text of a token for display: escaped, and shortened where it is very long."""
-    shown = plain(text)
+    shown = escape_control_characters(text)
     if len(shown) <= LONGEST:
         return shown
     return f"{shown[:SHOWN]}… [{len(shown) - SHOWN:,} more characters]"
@@ -99,7 +99,7 @@ def _text_document(prompt: PromptText) -> dict[str, object]:
         "compressed": prompt.compressed,
         "cut": prompt.cut_index,
         "cut_tokens": prompt.cut_tokens,
-        "cut_pieces": any(len(plain(one)) > LONGEST for one in prompt.pieces),
+        "cut_pieces": any(len(escape_control_characters(one)) > LONGEST for one in prompt.pieces),
     }
 
 

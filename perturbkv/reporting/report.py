@@ -10,8 +10,8 @@ from typing import Any
 
 from perturbkv.errors import ConfigError, OutputError, TraceError
 from perturbkv.reporting.html import page
-from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.output import check_place, real
+from perturbkv.storage.atomic_files import write_atomically
+from perturbkv.storage.output import check_writable, real_path
 from perturbkv.trace import Trace
 
 _HEIGHT = 900
@@ -54,7 +54,7 @@ class Report:
         """
         target = check_free(Path(path), overwrite)
         content = self.html.encode()
-        write_whole(target, lambda stream: stream.write(content))
+        write_atomically(target, lambda stream: stream.write(content))
         return target
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ def check(traces: Sequence[Trace]) -> None:
 
 def check_free(path: Path, overwrite: bool) -> Path:
     """Return the path. Raises OutputError where nothing can be written, or an existing file may not be replaced."""
-    check_place(path)
+    check_writable(path)
     if path.exists() and not overwrite:
         msg = f"expected no file at {path}, got one; overwrite=True replaces it"
         raise OutputError(msg)
@@ -145,7 +145,7 @@ def check_free(path: Path, overwrite: bool) -> Path:
 
 def _check_other(traces: Sequence[Trace], path: Path) -> None:
     """Raise OutputError where the page would replace a trace that it is made from."""
-    if any(one.source and real(Path(one.source)) == real(path) for one in traces):
+    if any(one.source and real_path(Path(one.source)) == real_path(path) for one in traces):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise OutputError(msg)
 

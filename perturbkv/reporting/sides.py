@@ -24,7 +24,7 @@ from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers,
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import ANALYSIS, SHARE, Measure
 from perturbkv.schema import DIGEST, VARIABLES
 from perturbkv.trace import Trace
@@ -76,7 +76,9 @@ def sides_of(run: RunConfig) -> Sides:
     side = tuple(side_of[config] for config in range(len(run.configs)))
     budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: budget_order(one)[1:])))
     budget = tuple(budgets.index(config.budget) for config in run.configs)
-    names = make_distinct([line(name) for name in pairing.curve_names([run.configs[group[0]] for group in groups])])
+    names = make_distinct(
+        [escape_line(name) for name in pairing.curve_names([run.configs[group[0]] for group in groups])]
+    )
     pairs, left_out = _pairs(side, budget)
     return Sides(names, budgets, side, budget, pairs, left_out)
 
@@ -270,20 +272,20 @@ def _pairs_with(sides: Sides, baseline: int) -> Sequence[IndexPair]:
 def _conclusion(trace: Trace, first: int, second: int) -> str:
     configs = trace.run.configs
     pair = head_comparison.summarise(trace, configs[first], configs[second])
-    return line(heads.HeadComparisons((pair,), pair.identity).conclusion())
+    return escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
 
 
 def _setting(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
     return {
         "budget": sides.budgets.index(one.baseline.budget),
-        "title": line(title),
+        "title": escape_line(title),
         "rows": [_row(row) for row in one.rows],
         "brings": [_row(row) for row in one.brings],
     }
 
 
 def _row(row: Row) -> dict[str, Any]:
-    return {"name": line(row.title), **{kind: _ratio(row, kind) for kind in ("isolated", "propagated")}}
+    return {"name": escape_line(row.title), **{kind: _ratio(row, kind) for kind in ("isolated", "propagated")}}
 
 
 def _ratio(comparison: HeadComparison, kind: str) -> list[float]:

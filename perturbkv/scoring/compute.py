@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.configs.plugins import error_line, is_ours
+from perturbkv.configs.plugins import format_error, is_builtin
 from perturbkv.errors import PerturbkvError, PluginError
 from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.replay_view import ReplayView
@@ -32,14 +32,14 @@ def layer_scores(
 
 def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"]:
     """Return a score of the context part that a pass repeats. Raises PluginError where an external score fails."""
-    if is_ours(type(score)):
+    if is_builtin(type(score)):
         return score.score_replay(view)
     try:
         scores = score.score_replay(view)
     except PerturbkvError:
         raise
     except Exception as error:
-        raise _plugin_error(score, view, f"raised {error_line(error)}") from error
+        raise _plugin_error(score, view, f"raised {format_error(error)}") from error
     _check_result(score, view, scores, [(len(rows), view.chunk) for rows in (view.queries, view.keys)])
     return scores.to(view.keys.device, WORK)
 
@@ -51,7 +51,7 @@ class VisibleLayer:
     """
 
     def __init__(self, view: LayerView, score: Score) -> None:
-        self._view, self._score, self._copies = view, score, not is_ours(type(score))
+        self._view, self._score, self._copies = view, score, not is_builtin(type(score))
 
     def __getattr__(self, name: str) -> Any:
         if name in NEEDS and name not in self._score.needs:
@@ -69,7 +69,7 @@ class VisibleLayer:
 
 def _compute(score: Score, view: LayerView) -> Tensor:
     shown: Any = VisibleLayer(view, score)
-    if is_ours(type(score)):
+    if is_builtin(type(score)):
         return score.score(shown).to(view.keys.device, non_blocking=True)
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -77,7 +77,7 @@ def _compute(score: Score, view: LayerView) -> Tensor:
     except PerturbkvError:
         raise
     except (Exception, SystemExit) as error:
-        raise _plugin_error(score, view, f"raised {error_line(error)}") from error
+        raise _plugin_error(score, view, f"raised {format_error(error)}") from error
     _check_result(score, view, scores, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])
     return scores.to(view.keys.device, WORK)
 

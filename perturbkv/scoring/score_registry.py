@@ -24,13 +24,13 @@ def _base() -> type[Score]:
     return Base
 
 
-SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base, refused=lambda: [*SELECTIONS, OWN])
+SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base, reserved=lambda: [*SELECTIONS, OWN])
 
 
 def build(choice: Choice | str) -> Score:
     """Return the score of a choice, with defaults for missing options. Raises as `complete`."""
     named = as_choice(choice)
-    return _build(cast("Any", SCORES.info(named.name)), named)
+    return _build(cast("Any", SCORES.load(named.name)), named)
 
 
 @functools.cache
@@ -44,12 +44,12 @@ def complete(choice: Choice) -> Choice:
 
     Raises UnknownNameError, PluginError, and ConfigError for an unknown option or one without effect.
     """
-    if choice.usual is not None:
+    if choice.defaults is not None:
         return choice
-    whole = complete_choice(choice, f"score '{choice.name}'", SCORES.info(choice.name).options())
+    whole = complete_choice(choice, f"score '{choice.name}'", SCORES.load(choice.name).options())
     if whole.options.get("pool") != "none":
         return whole
-    if "kernel" in whole.told:
+    if "kernel" in whole.shown_options:
         msg = f"kernel of score '{choice.name}' has no effect here: it needs a pool other than none; leave it out"
         raise ConfigError(msg)
     return whole.without(["kernel"])

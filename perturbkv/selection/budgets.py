@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import Blocks
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import is_at_ends
 from perturbkv.selection.ranking import Scores
@@ -69,15 +69,15 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     allocated = [_allocate_blocks(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in allocated])
     if scores.statistics.valid is not None:
-        kept = torch.minimum(kept, blocks.before - scores.statistics.begin // blocks.size)
-    wanted = on_device([(each.first, each.recent) for each in ends], device).unsqueeze(1)
+        kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
+    wanted = to_device([(each.first, each.recent) for each in ends], device).unsqueeze(1)
     recent = torch.minimum(kept, wanted[..., 1])
     first = torch.minimum(kept - recent, wanted[..., 0])
     always = first + recent
     if configs[0].has_own_stages:
         stage1 = torch.stack([scores.first_counts(config, each) for config, each in zip(configs, ends, strict=True)])
     else:
-        least = on_device([[config.guaranteed(prompt_tokens)] for config in configs], device)
+        least = to_device([[config.guaranteed(prompt_tokens)] for config in configs], device)
         stage1 = _stage1_blocks(_alphas(configs, scores), configs, kept - always, always + blocks.tail_blocks)
         stage1 = torch.maximum(stage1, least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
@@ -96,7 +96,7 @@ def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int)
         always=blocks.tail_blocks + ends.always,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=sys.maxsize if statistics.valid is not None else blocks.before - ends.always,
+        prefix=sys.maxsize if statistics.valid is not None else blocks.full - ends.always,
         heads_by_score=lambda: scores.heads_by_score(config, ends),
         head_scores=head_scores,
         model_wide=statistics.model_wide and functools.partial(statistics.model_wide, config, ends),
@@ -108,7 +108,7 @@ def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int)
 def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
     """Return α of each kept set: the share of stage 1."""
     layer, device = scores.statistics.layer, scores.statistics.norms.device
-    return on_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
+    return to_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
 
 
 def _stage1_blocks(
@@ -118,7 +118,7 @@ def _stage1_blocks(
     always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:
     """Return the blocks that stage 1 takes of the `free` ones, besides those that `always` stay (METHOD: Select)."""
-    total = on_device([[config.selection["split"] == "total"] for config in configs], free.device)
-    of_prefix = whole_entries(alpha * free)
-    of_total = (whole_entries(alpha * (free + always)) - always).clamp(min=0)
+    total = to_device([[config.selection["split"] == "total"] for config in configs], free.device)
+    of_prefix = round_down_entries(alpha * free)
+    of_total = (round_down_entries(alpha * (free + always)) - always).clamp(min=0)
     return torch.where(total, of_total, of_prefix).to(torch.int64)

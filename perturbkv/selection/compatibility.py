@@ -89,7 +89,7 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     Policies that rank by position, and prompts that fit the budget, are not checked.
     """
     kept = config.kept_entries(prompt_tokens)
-    if kept >= prompt_tokens or config.given or config.selection.name == "position":
+    if kept >= prompt_tokens or config.is_external or config.selection.name == "position":
         return
     policy = config.system
     first, recent = policy.first_entries(config, kept), max(config.window, policy.recent_entries(config, kept))
@@ -122,7 +122,7 @@ def _check_sign(config: ResolvedConfig) -> None:
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError where a configuration cannot compress a cache again after decoding has added entries."""
-    if config.given:
+    if config.is_external:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
@@ -173,7 +173,7 @@ def check_generation(config: EvictionConfig) -> None:
 
     A configuration that reads pages chooses them when the query is known.
     """
-    if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads:
+    if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads_pages:
         msg = (
             f"selection '{config.selection.name}' looks at the next query, which generation does not have; choose "
             "another selection"

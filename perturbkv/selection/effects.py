@@ -51,10 +51,10 @@ def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[Owned
         needs["granularity", "product"] = "a two-stage selection"
     elif _product_has_no_effect(config, unpooled, reduces):
         needs["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
-    if config.reads:
+    if config.reads_pages:
         needs |= {("granularity", name): _PAGES for name in ("block", "block_score")}
         needs["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
-    elif config.lined:
+    elif config.has_sparse_prefill:
         needs |= {("granularity", name): _LINES for name in ("block", "block_score")}
         needs |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
     elif config.block == 1:

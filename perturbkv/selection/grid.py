@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, halves, parse
+from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import Option, check_configurations
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS
-from perturbkv.configs.selections import ASKED, GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTION_OPTIONS, SELECTIONS
+from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTABLE, SELECTION_OPTIONS, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import compatibility, effects
 from perturbkv.selection.policies import registry
@@ -58,7 +58,7 @@ def _owners_of(name: str) -> list[tuple[str, str]]:
 
 def check_option_value(name: str, value: Any) -> None:
     """Raise ConfigError or UnknownNameError for a value that no owner takes."""
-    known_options()[name].checked(value, name)
+    known_options()[name].convert(value, name)
 
 
 def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
@@ -141,7 +141,7 @@ def _options(name: str, owner: str) -> Mapping[str, Option]:
         return registry.info(name).options()
     known = _OPTIONS[owner]
     if name not in known:
-        raise UnknownNameError(name, owner, ASKED if owner == "selection" else known)
+        raise UnknownNameError(name, owner, SELECTABLE if owner == "selection" else known)
     return known[name]
 
 
@@ -328,7 +328,7 @@ def names_policy(selection: str) -> bool:
 
 def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
     """Return the policy and the selection; `text` may name both (`adakv:two-stage`), or a policy alone."""
-    if isinstance(text, str) and len(parts := halves(text)) > 1:
+    if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)
     if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):

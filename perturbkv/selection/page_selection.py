@@ -187,7 +187,7 @@ def page_groups(
 
     Configurations that read no pages are left out.
     """
-    indices = [index for index, config in enumerate(configs) if config.reads]
+    indices = [index for index, config in enumerate(configs) if config.reads_pages]
     readers = [configs[index] for index in indices]
     steps = [_page_ranking_groups(readers, layer, query, prompt_tokens) for query in queries] if indices else []
 

@@ -141,11 +141,11 @@ class ResolvedConfig(EvictionConfig):
         """
         allowed, window = self.allowed_entries(prompt_tokens), min(self.window, prompt_tokens)
         blocks = self.blocks(prompt_tokens)
-        bought = blocks.bought(allowed)
+        bought = blocks.affordable(allowed)
         first = min(self.system.first_entries(self, allowed), allowed - window)
         recent = min(self.system.recent_entries(self, allowed), allowed - first)
-        first_blocks = min(blocks.first(first), bought)
-        recent_blocks = min(blocks.recent(recent), bought - first_blocks)
+        first_blocks = min(blocks.first_blocks(first), bought)
+        recent_blocks = min(blocks.recent_blocks(recent), bought - first_blocks)
         return Ends(first_blocks, recent_blocks, bought - first_blocks - recent_blocks)
 
     def guaranteed(self, prompt_tokens: int) -> int:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import PROMPT_QUERIES
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.scoring.window_attention import reduce_group, seeded
 from perturbkv.selection.budgets import Rows
 from perturbkv.selection.kept_sets import KeptSets
@@ -81,9 +81,9 @@ def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
     policy = _policy(config)
     kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
-    verticals = int(whole_entries(policy.vertical * free))
+    verticals = int(round_down_entries(policy.vertical * free))
     first, second = _weights(config, queries)
-    alphas = on_device(config.alphas(queries.layer, kept_heads), queries.attention.device, WORK)
+    alphas = to_device(config.alphas(queries.layer, kept_heads), queries.attention.device, WORK)
     random = _random_scores(config, queries, kept_heads, n) if config.selection.name == "random" else None
     choices = []
     for kind, (sums, count, always, end) in enumerate((
@@ -174,7 +174,7 @@ def _choose_kind(
     """
     index = torch.arange(first.shape[1], device=first.device)
     excluded, always_chosen = (index < always) | (index >= end), (index < always).expand_as(first)
-    stage1_count = whole_entries(alphas * count).unsqueeze(-1)
+    stage1_count = round_down_entries(alphas * count).unsqueeze(-1)
     stage1 = rank(first.masked_fill(excluded, -torch.inf)).ranks < stage1_count
     rest = (first if second is None else second).masked_fill(excluded | stage1, -torch.inf)
     return always_chosen | stage1 | (rank(rest).ranks < count - stage1_count), always_chosen | stage1
@@ -210,7 +210,7 @@ def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, 
     """Return all positions whose queries the full prefill has to store; none where no prefill is sparse."""
     positions: set[Positions] = set()
     for config in configs:
-        if config.lined:
+        if config.has_sparse_prefill:
             positions.add(last_positions(config, prompt_tokens))
             positions.add(measured_positions(config, prompt_tokens, sample))
     return positions
@@ -283,7 +283,7 @@ def sparse_prefill_groups(
     """Return the groups of the configurations with a sparse prefill, in the order of the configurations."""
     groups: dict[tuple[int, int, Positions], dict[int, ChosenLines]] = {}
     for index, config in enumerate(configs):
-        if config.lined:
+        if config.has_sparse_prefill:
             chosen = lines_for_budget(config, layer(config), prompt_tokens)
             key = (len(chosen.lines.slash), config.window, measured_positions(config, prompt_tokens, sample))
             groups.setdefault(key, {})[index] = chosen

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
@@ -20,8 +20,15 @@ from perturbkv.user_files import FileKind
 
 FILE = "generation.jsonl"
 _KIND = FileKind("a file of answers, which perturbkv generate writes,", ConfigError, 2 * 2**30, "give another file")
-_ROW = {"sample": str, "prompt_tokens": int, "answers": list, "full": dict, "evicted": dict, "compressions": list}
-_ANSWER = {"tokens": list, "text": str}
+_ROW_FIELDS = {
+    "sample": str,
+    "prompt_tokens": int,
+    "answers": list,
+    "full": dict,
+    "evicted": dict,
+    "compressions": list,
+}
+_ANSWER_FIELDS = {"tokens": list, "text": str}
 
 
 @dataclass(frozen=True)
@@ -55,43 +62,43 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     Traceback (most recent call last):
     perturbkv.errors.ConfigError: expected a file of answers, ... got nothing; give another file
     """
-    where = Path(path)
-    text = _KIND.read_text(where)
-    header, *rows = json_lines.parsed(where, text, _KIND) or _nothing(where)
-    run = _run(where, header)
+    path = Path(path)
+    text = _KIND.read_text(path)
+    lines = json_lines.parse(path, text, _KIND)
+    if not lines:
+        raise _KIND.refusal(path, "an empty one")
+    header, *rows = lines
+    run = _parse_run(path, header)
     labels = set(run.labels())
-    for place, row in enumerate(rows, start=2):
-        if not is_row(row) or set(row["evicted"]) != labels or not _followed(row):
-            raise _KIND.refusal(where, f"a line {place} that is no sample's answers of its run")
+    for number, row in enumerate(rows, start=2):
+        if not is_row(row) or set(row["evicted"]) != labels or not _has_valid_divergence(row):
+            raise _KIND.refusal(path, f"a line {number} that is no sample's answers of its run")
     if not rows:
-        raise _KIND.refusal(where, "one without answers")
+        raise _KIND.refusal(path, "one without answers")
     if len({row["sample"] for row in rows}) < len(rows):
-        raise _KIND.refusal(where, "one that answers a sample twice")
+        raise _KIND.refusal(path, "one that answers a sample twice")
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return WrittenAnswers(
-        run, tuple(rows), header.get("compress_every"), str(where), digest, header.get("made_with") or {}
+        run, tuple(rows), header.get("compress_every"), str(path), digest, header.get("made_with") or {}
     )
 
 
-def check_answers(given: Any) -> None:
+def check_answers(answers: Any) -> None:
     """Raise ConfigError for anything but the result of `read_answers`, such as a path."""
-    if not isinstance(given, WrittenAnswers):
-        msg = f"expected answers, as pk.read_answers or a generate's .written give them; got {type(given).__name__}"
+    if not isinstance(answers, WrittenAnswers):
+        msg = f"expected answers, as pk.read_answers or a generate's .written give them; got {type(answers).__name__}"
         raise ConfigError(msg)
 
 
 def is_row(document: Mapping[str, Any]) -> bool:
     """Return whether a line is a sample's answers."""
-    return _has(document, _ROW) and all(
-        _has(made, _ANSWER) for made in (document["full"], *document["evicted"].values())
+    return _has_fields(document, _ROW_FIELDS) and all(
+        _has_fields(answer, _ANSWER_FIELDS) for answer in (document["full"], *document["evicted"].values())
     )
 
 
-def _nothing(path: Path) -> NoReturn:
-    raise _KIND.refusal(path, "an empty one")
-
-
-def _run(path: Path, header: Mapping[str, Any]) -> RunConfig:
+def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
+    """Return the run of a file's first line. Raises ConfigError for an invalid one."""
     limit = header.get("compress_every")
     if not isinstance(header.get("run"), dict):
         raise _KIND.refusal(path, "a first line without its run")
@@ -104,29 +111,32 @@ def _run(path: Path, header: Mapping[str, Any]) -> RunConfig:
     return run
 
 
-def _followed(row: Mapping[str, Any]) -> bool:
-    """Return whether a line's divergence, if it has one, has a number for each token of the full cache's answer."""
-    found = row.get("divergence")
-    if found is None:
+def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
+    """Return whether a line has no divergence, or one with a value for each token of the full cache's answer."""
+    divergence = row.get("divergence")
+    if divergence is None:
         return True
-    if not _has(found, {"noise_floor": list, "caches": dict}) or set(found["caches"]) != set(row["evicted"]):
+    if not _has_fields(divergence, {"noise_floor": list, "caches": dict}):
         return False
-    if not all(_has(one, {"kl": list, "top1": list}) for one in found["caches"].values()):
+    caches = divergence["caches"]
+    if set(caches) != set(row["evicted"]) or not all(
+        _has_fields(cache, {"kl": list, "top1": list}) for cache in caches.values()
+    ):
         return False
-    numbers = [found["noise_floor"], *(one["kl"] for one in found["caches"].values())]
-    truths = [one["top1"] for one in found["caches"].values()]
+    numbers = [divergence["noise_floor"], *(cache["kl"] for cache in caches.values())]
+    agreements = [cache["top1"] for cache in caches.values()]
     steps = len(row["full"]["tokens"])
     return (
-        all(len(one) == steps for one in (*numbers, *truths))
-        and all(_is_number(value) for one in numbers for value in one)
-        and all(isinstance(value, bool) for one in truths for value in one)
+        all(len(values) == steps for values in (*numbers, *agreements))
+        and all(_is_divergence(value) for values in numbers for value in values)
+        and all(isinstance(value, bool) for values in agreements for value in values)
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_divergence(value: Any) -> bool:
     """Return whether a value can be a KL divergence: a finite number that is not negative."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
 
 
-def _has(document: Any, fields: Mapping[str, type]) -> bool:
+def _has_fields(document: Any, fields: Mapping[str, type]) -> bool:
     return isinstance(document, dict) and all(isinstance(document.get(name), kind) for name, kind in fields.items())

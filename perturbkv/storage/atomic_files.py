@@ -1,4 +1,4 @@
-"""Files that are complete or absent, even where the process is killed while it writes them."""
+"""Atomic writing: a file is complete or absent, even where the process is killed while it writes."""
 
 from __future__ import annotations
 
@@ -9,57 +9,64 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from perturbkv.storage.output import TEMPORARY, check_kind, make_folders, real, refusals, remove_empty
+from perturbkv.storage.output import (
+    TEMPORARY,
+    check_file_path,
+    make_folders,
+    real_path,
+    remove_empty,
+    translate_os_errors,
+)
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object], folders: bool = True) -> None:
-    """Write a file through `write`, as `written_whole` does."""
-    with written_whole(path, folders) as beside, beside.open("wb") as stream:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], folders: bool = True) -> None:
+    """Write a file atomically: `write` gets the open file; otherwise as `atomic_path`."""
+    with atomic_path(path, folders) as temporary, temporary.open("wb") as stream:
         write(stream)
 
 
 @contextmanager
-def written_whole(path: Path, folders: bool = True) -> Iterator[Path]:
-    """Yield the path of a new file beside `path`, and rename it to `path` when the block ends without an error.
+def atomic_path(path: Path, folders: bool = True) -> Iterator[Path]:
+    """Yield the path of a temporary file beside `path`, and rename it to `path` when the block ends without an error.
 
-    The new file and its folders are made at once, so that a path that cannot be written is known before any work is
+    The temporary file and its folders are made at once, so that a path that cannot be written fails before any work is
     done; an error removes them again. Without `folders` no folder is made: one that vanished, as a network share may,
     is not replaced by another of the same name. Through a link the file that it points to is written. Raises
-    OutputError for what the system refuses.
+    OutputError where the path cannot be written.
     """
-    where = real(path)
-    with refusals(path):
-        check_kind(path)
-        made = make_folders(where.parent) if folders else []
-    beside = where.with_name(f"{where.name}{TEMPORARY}{os.getpid()}")
+    target = real_path(path)
+    with translate_os_errors(path):
+        check_file_path(path)
+        new_folders = make_folders(target.parent) if folders else []
+    temporary = target.with_name(f"{target.name}{TEMPORARY}{os.getpid()}")
     try:
-        with refusals(path):
-            beside.touch()
-            yield beside
-            with beside.open("rb+") as stream:
+        with translate_os_errors(path):
+            temporary.touch()
+            yield temporary
+            with temporary.open("rb+") as stream:
                 os.fsync(stream.fileno())
-            beside.replace(where)
+            temporary.replace(target)
     except BaseException:
-        with suppress(OSError):  # such as of a name that is too long
-            beside.unlink()
-        remove_empty(made)
+        with suppress(OSError):  # such as for a name that is too long
+            temporary.unlink()
+        remove_empty(new_folders)
         raise
-    with refusals(path):
-        _keep_rename(where.parent)
+    with translate_os_errors(path):
+        _flush_folder(target.parent)
 
 
 def clear_leftovers(path: Path) -> None:
     """Remove the temporary files that killed processes left beside `path`."""
-    where = real(path)
+    target = real_path(path)
     for dot in ("", "."):
-        for leftover in where.parent.glob(f"{dot}{glob.escape(where.name)}{TEMPORARY}*"):
+        for leftover in target.parent.glob(f"{dot}{glob.escape(target.name)}{TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
 
 
-def _keep_rename(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     """Flush a folder to the disk, so that a rename in it survives a power failure."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

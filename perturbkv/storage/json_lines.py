@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that grow sample by sample, so that a killed run goes on with the next sample.
+"""Files of one JSON object per line that grow sample by sample, so that a killed run resumes with the next sample.
 
 The first line identifies the run. A last line that a killed run left unfinished is ignored.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.errors import ConfigError
-from perturbkv.escaping import in_json
-from perturbkv.storage.atomic_files import clear_leftovers, write_whole
-from perturbkv.storage.output import Lock, refusals
+from perturbkv.escaping import escape_json
+from perturbkv.storage.atomic_files import clear_leftovers, write_atomically
+from perturbkv.storage.output import Lock, translate_os_errors
 from perturbkv.user_files import FileKind, parse_json
 
 Document = dict[str, Any]
@@ -27,41 +27,41 @@ def read(path: Path, kind: FileKind) -> list[Document]:
 
     Raises the error of `kind` where another line is no JSON object.
     """
-    return parsed(path, kind.read_text(path), kind)
+    return parse(path, kind.read_text(path), kind)
 
 
-def parsed(path: Path, text: str, kind: FileKind) -> list[Document]:
+def parse(path: Path, text: str, kind: FileKind) -> list[Document]:
     """Return the objects of a file's text, as `read` does for the file. Raises as `read`."""
-    found = [of_line(line) for line in text.split("\n") if line.strip()]
-    if len(found) > 1 and found[-1] is None:
-        found.pop()
-    if broken := [place for place, one in enumerate(found, start=1) if one is None]:
+    documents = [parse_line(line) for line in text.split("\n") if line.strip()]
+    if len(documents) > 1 and documents[-1] is None:
+        documents.pop()
+    if broken := [number for number, document in enumerate(documents, start=1) if document is None]:
         raise kind.refusal(path, f"a line {broken[0]} that is no JSON object")
-    return [one for one in found if one is not None]
+    return [document for document in documents if document is not None]
 
 
 def write(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file with these lines alone, whole or not at all."""
-    text = "".join(map(line, documents))
+    """Write a file of these objects atomically."""
+    text = "".join(map(format_line, documents))
     clear_leftovers(path)
-    write_whole(path, lambda stream: stream.write(text.encode()))
+    write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 def append(path: Path, document: Mapping[str, Any]) -> None:
     """Add a line to a file; it is on the disk when this returns."""
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(line(document))
+        stream.write(format_line(document))
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def line(document: Mapping[str, Any]) -> str:
-    """Return an object as a line of its file."""
-    return in_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
+def format_line(document: Mapping[str, Any]) -> str:
+    """Format an object as a line of a file."""
+    return escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
-def of_line(text: str) -> Document | None:
-    """Return a line's object; None for a line that a killed run left unfinished."""
+def parse_line(text: str) -> Document | None:
+    """Parse the object of a line; None for a line that is no JSON object, as a killed run may leave one."""
     try:
         document = parse_json(text)
     except ValueError:
@@ -86,48 +86,48 @@ class SampleLines:
     _lock: Lock | None = field(default=None, repr=False)
 
     @property
-    def done(self) -> set[str]:
-        """The samples that have a line."""
+    def finished(self) -> set[str]:
+        """The ids of the samples that have a line."""
         return {row[SAMPLE] for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a sample; it is on the disk when this returns where there is a file."""
+        """Add a sample; where there is a file, it is on the disk when this returns."""
         if self._lock is not None:
             self._lock.check()
             append(self._lock.path, row)
         self.rows.append(row)
 
-    def of(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the lines of the named samples, in that order; samples without a line are left out."""
-        found = {row[SAMPLE]: row for row in self.rows}
-        return [found[name] for name in names if name in found]
+    def select(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows of the named samples, in that order; samples without a row are left out."""
+        rows = {row[SAMPLE]: row for row in self.rows}
+        return [rows[name] for name in names if name in rows]
 
 
 @contextmanager
-def sample_lines(
-    path: Path | None, question: Mapping[str, Any], overwrite: bool = False, wait: bool = False
+def open_sample_lines(
+    path: Path | None, header: Mapping[str, Any], overwrite: bool = False, wait: bool = False
 ) -> Iterator[SampleLines]:
-    """Yield the lines of a file, locked against other writers; without a path they are kept in memory alone.
+    """Open a file of results, locked against other writers; without a path they are kept in memory alone.
 
-    Raises ConfigError for a file whose first line is not `question`, unless `overwrite` replaces it; OutputError where
+    Raises ConfigError for a file whose first line is not `header`, unless `overwrite` replaces it; OutputError where
     nothing can be written.
     """
     if path is None:
         yield SampleLines([])
         return
-    with Lock(path, wait) as lock, refusals(path):
-        rows = [] if overwrite else _finished_rows(path, question)
-        write(path, [question, *rows])
+    with Lock(path, wait) as lock, translate_os_errors(path):
+        rows = [] if overwrite else _finished_rows(path, header)
+        write(path, [header, *rows])
         yield SampleLines(rows, lock)
 
 
-def _finished_rows(path: Path, question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the finished samples of an existing file. Raises ConfigError where its first line is not `question`."""
+def _finished_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the finished samples of an existing file. Raises ConfigError where its first line is not `header`."""
     if not os.path.lexists(path):
         return []
     first, *rows = read(path, _KIND) or [{}]
-    if first != json.loads(json.dumps(question)):
+    if first != json.loads(json.dumps(header)):
         raise _KIND.refusal(path, "one of another question, or of another run")
-    if strange := [row for row in rows if not isinstance(row.get(SAMPLE), str)]:
-        raise _KIND.refusal(path, f"a line that is no sample's, {str(strange[0])[:40]}")
+    if invalid := [row for row in rows if not isinstance(row.get(SAMPLE), str)]:
+        raise _KIND.refusal(path, f"a line that is no sample's, {str(invalid[0])[:40]}")
     return rows

@@ -1,4 +1,4 @@
-"""Questions to a judge of answers, and the file that keeps its judgements, which the same command resumes.
+"""Questions to a judge of answers, and the file of its judgements, from which a killed command resumes.
 
 A judge reads one answer at a time, or a pair in random order, and never learns which configuration wrote which.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage import json_lines
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.user_files import FileKind
@@ -25,12 +25,12 @@ SIDES = ("a", "b")
 
 @dataclass(frozen=True)
 class Question:
-    """A line that the judge reads.
+    """A question to the judge: one line of its input.
 
     Attributes:
         sample: the sample's id.
         label: the configuration's label; None: the full cache's own answer.
-        fields: what the judge reads beside the line's id.
+        fields: the line's fields other than its id.
         full_is: in a pair, the side of the full cache's answer, a or b; empty for a single answer.
     """
 
@@ -55,18 +55,18 @@ class Question:
         return bool(self.full_is) and self.fields["a"] == self.fields["b"]
 
     @property
-    def whose(self) -> str:
-        """The sample and the configuration, for the user's messages; the judge never reads it."""
-        cache = "full cache" if self.label is None else line(self.label)
-        return f"sample '{line(self.sample)[:40]}' ({cache[:80]})"
+    def description(self) -> str:
+        """The sample and the configuration, for error messages; the judge never reads it."""
+        cache = "full cache" if self.label is None else escape_line(self.label)
+        return f"sample '{escape_line(self.sample)[:40]}' ({cache[:80]})"
 
     def line(self) -> str:
-        """Return the line that the judge reads: JSON in ASCII, so that its encoding does not matter."""
+        """Return the judge's input: a line of JSON in ASCII, so that its encoding does not matter."""
         return json.dumps({"id": self.id, **self.fields}) + "\n"
 
 
-def singly(answers: WrittenAnswers) -> Iterator[Question]:
-    """Return a question per answer, beside the full cache's, which is each sample's first."""
+def single_questions(answers: WrittenAnswers) -> Iterator[Question]:
+    """Yield a question per answer, which also shows the full cache's; the full cache's own is each sample's first."""
     for row in answers.rows:
         full = row["full"]["text"]
         texts = [(None, full), *((label, row["evicted"][label]["text"]) for label in answers.run.labels())]
@@ -74,8 +74,8 @@ def singly(answers: WrittenAnswers) -> Iterator[Question]:
             yield Question(row["sample"], label, {**_prompt_fields(row), FULL: full, "answer": text})
 
 
-def pairwise(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
-    """Return a question per evicted answer, paired with the full cache's.
+def pair_questions(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
+    """Yield a question per evicted answer, paired with the full cache's.
 
     `seed` draws which of the two is a, for each pair independently of the other pairs.
     """
@@ -89,12 +89,12 @@ def pairwise(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
 
 def _prompt_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt, the question and the accepted answers; None where an older file did not keep them."""
-    told = {"sample": row["sample"], "prompt": row.get("prompt"), "question": row.get("question")}
-    return {**told, "answers": row["answers"]}
+    fields = {"sample": row["sample"], "prompt": row.get("prompt"), "question": row.get("question")}
+    return {**fields, "answers": row["answers"]}
 
 
-def _digest(what: Any) -> str:
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 TIE = "tie"
@@ -104,7 +104,7 @@ _KIND = FileKind("a file of judgements", ConfigError, 2**30, _HINT)
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge's command, and how it is asked.
+    """A judge's command and its kind of questions.
 
     Attributes:
         command: program and arguments.
@@ -150,36 +150,36 @@ class Judgement:
         return None if self.outcome == TIE else (self.outcome == "loss") == (self.full_is == "a")
 
 
-def judged(question: Question, said: Mapping[str, Any], judge: Judge) -> Judgement:
-    """Return the judgement of a question from the judge's line. Raises PluginError for an invalid line."""
-    comment = said.get("comment")
+def parse_judgement(question: Question, reply: Mapping[str, Any], judge: Judge) -> Judgement:
+    """Return the judgement of a question from the judge's reply. Raises PluginError for an invalid reply."""
+    comment = reply.get("comment")
     if not isinstance(comment, str | None):
         raise refusal(question, "a `comment` that is text", comment)
-    asked = (question.sample, question.label, question.content)
+    identity = (question.sample, question.label, question.content)
     if not judge.pairwise:
-        return Judgement(*asked, score=_score(question, said, judge), comment=comment or "")
-    winner = said.get("winner")
+        return Judgement(*identity, score=_parse_score(question, reply, judge), comment=comment or "")
+    winner = reply.get("winner")
     if winner not in (*SIDES, TIE):
         raise refusal(question, "a `winner` of a, b or tie", winner)
     outcome = TIE if winner == TIE else "loss" if winner == question.full_is else "win"
-    return Judgement(*asked, outcome=outcome, full_is=question.full_is, comment=comment or "")
+    return Judgement(*identity, outcome=outcome, full_is=question.full_is, comment=comment or "")
 
 
-def tie(question: Question) -> Judgement:
+def tie_judgement(question: Question) -> Judgement:
     """Return the judgement of a pair of equal texts."""
     return Judgement(question.sample, question.label, question.content, outcome=TIE, full_is=question.full_is)
 
 
-def _score(question: Question, said: Mapping[str, Any], judge: Judge) -> float:
-    score = said.get("score")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not _finite(score):
+def _parse_score(question: Question, reply: Mapping[str, Any], judge: Judge) -> float:
+    score = reply.get("score")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not _is_finite(score):
         raise refusal(question, "a `score` that is a number", score)
     if judge.scale is not None and not judge.scale[0] <= score <= judge.scale[1]:
         raise refusal(question, f"a `score` from {judge.scale[0]:g} to {judge.scale[1]:g}", score)
     return float(score)
 
 
-def _finite(score: float) -> bool:
+def _is_finite(score: float) -> bool:
     try:
         return isfinite(score)
     except OverflowError:
@@ -188,41 +188,44 @@ def _finite(score: float) -> bool:
 
 def refusal(question: Question, wanted: str, got: object) -> PluginError:
     """Return the error for an invalid answer of the judge."""
-    return PluginError(f"expected from the judge, of {question.whose}, {wanted}, got {line(repr(got))[:100]}")
+    return PluginError(
+        f"expected from the judge, of {question.description}, {wanted}, got {escape_line(repr(got))[:100]}"
+    )
 
 
-class Kept:
-    """The judgements in a file: those of an earlier call, and each new one as soon as the judge gives it.
+class JudgementFile:
+    """A file of judgements: those of earlier calls, and each new one as soon as the judge gives it.
 
     Raises ConfigError for a file of another judge or of other answers.
     """
 
     def __init__(self, path: Path, judge: Judge, questions: Sequence[Question], overwrite: bool) -> None:
         self.path = path
-        asked = {(one.sample, one.label): one.content for one in questions}
-        there = json_lines.read(path, _KIND) if path.exists() and not overwrite else [judge.record()]
-        header, *others = there or [{}]
+        contents = {(question.sample, question.label): question.content for question in questions}
+        lines = json_lines.read(path, _KIND) if path.exists() and not overwrite else [judge.record()]
+        header, *others = lines or [{}]
         if header != judge.record():
             raise _KIND.refusal(path, "one of another judge, or of another way to ask it")
-        self.found = {(one.sample, one.label): one for one in (_read(path, document) for document in others)}
-        if any(asked.get(key) != one.content for key, one in self.found.items()):
+        stored = [_parse_document(path, document) for document in others]
+        self.judgements = {(judgement.sample, judgement.label): judgement for judgement in stored}
+        if any(contents.get(key) != judgement.content for key, judgement in self.judgements.items()):
             raise _KIND.refusal(path, "one of other answers")
-        json_lines.write(path, [header, *(asdict(one) for one in self.found.values())])
+        json_lines.write(path, [header, *map(asdict, self.judgements.values())])
 
-    def keep(self, judgement: Judgement) -> None:
+    def add(self, judgement: Judgement) -> None:
         """Write a judgement to the file."""
-        self.found[judgement.sample, judgement.label] = judgement
+        self.judgements[judgement.sample, judgement.label] = judgement
         json_lines.append(self.path, asdict(judgement))
 
 
-def _read(path: Path, document: Mapping[str, Any]) -> Judgement:
-    strange = _KIND.refusal(path, f"a line that is no judgement of ours, {str(document)[:40]}")
+def _parse_document(path: Path, document: Mapping[str, Any]) -> Judgement:
+    invalid = _KIND.refusal(path, f"a line that is no judgement of ours, {str(document)[:40]}")
     try:
-        found = Judgement(**document)
+        result = Judgement(**document)
     except TypeError:
-        raise strange from None
-    score = found.score is None or (isinstance(found.score, int | float) and not isinstance(found.score, bool))
-    texts = all(isinstance(one, str) for one in (found.sample, found.label or "", found.content, found.comment))
-    if not (score and texts and found.outcome in (None, "win", TIE, "loss") and found.full_is in ("", *SIDES)):
-        raise strange
-    return found
+        raise invalid from None
+    score = result.score is None or (isinstance(result.score, int | float) and not isinstance(result.score, bool))
+    texts = all(isinstance(text, str) for text in (result.sample, result.label or "", result.content, result.comment))
+    if not (score and texts and result.outcome in (None, "win", TIE, "loss") and result.full_is in ("", *SIDES)):
+        raise invalid
+    return result

@@ -1,14 +1,11 @@
-"""One writer per output: who writes is told to everybody else, and what a dead process held is taken over.
+"""Output paths: checks before any work is done, locks so that one process writes at a time, and claims of folders.
 
-The lock is a file beside the output that says who holds it. It is read and written under flock(2), so that of any
-number of processes one gets it; the holder touches it while it lives. A process of this machine is asked for directly.
+A lock is a file beside the output that names the process that holds it. It is read and written under flock(2), so that
+one of any number of processes gets it; the holder touches it as a heartbeat. A lock whose holder is dead is taken over:
+a process of this machine is looked up, one of another machine counts as dead after `SILENCE_S` without a heartbeat.
 
-Where a result may be written: known before any work is done, and what the system refuses told in one line.
-
-Who writes an output: a process, told apart from all others, and whether it lives.
-
-`OutputFolder.claim` is what a command asks before it works: may each of its files be written, and does no other
-process write them now.
+A command calls `OutputFolder.claim` before it works, which checks that every file may be written and that no other
+process writes them now.
 """
 
 from __future__ import annotations
@@ -35,70 +32,71 @@ from typing import Self, TypeVar
 
 import psutil
 
-from perturbkv.errors import ConfigError, HeldError, OutputError
+from perturbkv.errors import ConfigError, LockedOutputError, OutputError
 
 TEMPORARY = ".tmp-"
 _LONGEST_BESIDE = 64
-"""Characters that the longest path beside an output, that of a journal's entry, has more than the output's own."""
+"""Characters by which the longest path beside an output, a journal's entry, is longer than the output's own."""
 _TRIES = 20
-_Made = TypeVar("_Made")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OF_THE_DISK = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
+_Result = TypeVar("_Result")
+_FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_ERRORS = (*_FULL_DISK_ERRORS, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
-def real(path: Path) -> Path:
-    """Where a file is written: the end of the path's links, so that two names of one place are one."""
+def real_path(path: Path) -> Path:
+    """Return the path without symbolic links, so that two names of one file are equal."""
     return Path(os.path.realpath(path))
 
 
-def check_place(path: Path) -> None:
-    """Raise OutputError where no file can be written at `path`; nothing is left of the attempt."""
-    where = real(path)
+def check_writable(path: Path) -> None:
+    """Raise OutputError unless a file can be written at `path`; the attempt leaves nothing behind."""
+    target = real_path(path)
     try:
-        str(where).encode()
+        str(target).encode()
     except UnicodeEncodeError:
-        msg = f"expected a path in UTF-8, which results can name, got {os.fsencode(where)!r}; choose another place"
+        msg = f"expected a path in UTF-8, which results can name, got {os.fsencode(target)!r}; choose another place"
         raise OutputError(msg) from None
-    with refusals(path):
-        check_kind(path)
-        despite_others(lambda: _probe(path, where))
+    with translate_os_errors(path):
+        check_file_path(path)
+        retry_missing_folder(lambda: _write_probe(path, target))
 
 
-def _probe(path: Path, where: Path) -> None:
-    made = make_folders(where.parent)
+def _write_probe(path: Path, target: Path) -> None:
+    """Create and remove a file beside `target`, the real path of `path`, and its folders. Raises OSError."""
+    new_folders = make_folders(target.parent)
     try:
-        with suppress(FileNotFoundError, NotADirectoryError):  # the kernel looks at the length first
-            os.lstat(where / ("x" * _LONGEST_BESIDE))
-        probe = where.with_name(f".{where.name}{TEMPORARY}{os.getpid():010}")
+        with suppress(FileNotFoundError, NotADirectoryError):  # the kernel checks the path's length first
+            os.lstat(target / ("x" * _LONGEST_BESIDE))
+        probe = target.with_name(f".{target.name}{TEMPORARY}{os.getpid():010}")
         probe.touch()
         probe.unlink()
-        path.parent.stat()  # through a folder that is not there and back, only `real` finds the way
+        path.parent.stat()  # fails for missing/../folder, whose real path exists
     finally:
-        remove_empty(made)
+        remove_empty(new_folders)
 
 
-def despite_others(work: Callable[[], _Made]) -> _Made:
-    """What `work` gives, done again where a folder was missing: processes that begin together remove theirs."""
+def retry_missing_folder(work: Callable[[], _Result]) -> _Result:
+    """Return the result of `work`, retried where a folder vanished: processes that start together remove theirs."""
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):
             return work()
     return work()
 
 
-def check_kind(path: Path) -> None:
-    """Raise OutputError where something lies at `path` that no file can replace."""
-    where = real(path)
-    if where.is_dir():
+def check_file_path(path: Path) -> None:
+    """Raise OutputError unless a file can be written or replaced at `path`: no folder, device or pipe is there."""
+    target = real_path(path)
+    if target.is_dir():
         msg = f"expected a file's path, got the folder {path}; name a file in it"
         raise OutputError(msg)
-    if where.is_symlink() or (where.exists() and not where.is_file()):
+    if target.is_symlink() or (target.exists() and not target.is_file()):
         msg = f"expected a file's path, got {path}, which is a device, a pipe or a loop of links; choose another place"
         raise OutputError(msg)
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a folder with its parents; returns those that were not there, the innermost first."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    """Make a folder with its parents; return the new ones, the innermost first."""
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -108,55 +106,55 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove those of the folders, the innermost first, that are empty."""
+    """Remove the empty ones of these folders, given the innermost first."""
     for folder in folders:
         with suppress(OSError):  # another process may have put something there
             folder.rmdir()
 
 
 @contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """What the system refuses while `path` is written, or something beside it, is an OutputError that says what to do.
+def translate_os_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError about `path`, or about a file beside it, into an OutputError that says what to do.
 
-    Errors about files elsewhere stay what they are.
+    Errors about files elsewhere pass unchanged.
     """
     try:
         yield
     except OSError as error:
-        if not _is_about(error, real(path)):
+        if not _concerns(error, real_path(path)):
             raise
         reason = error.strerror or error
-        if error.errno in _FULL:
+        if error.errno in _FULL_DISK_ERRORS:
             msg = f"expected room for {path}, got '{reason}'; make some, or choose another place"
         else:
             msg = f"expected a place for {path}, got '{reason}'; choose another place"
         raise OutputError(msg) from error
 
 
-def _is_about(error: OSError, where: Path) -> bool:
+def _concerns(error: OSError, path: Path) -> bool:
+    """Return whether an error is about a file in the folder of `path`, or about one of its parents."""
     if error.filename is None:
-        return error.errno in _OF_THE_DISK
-    named = Path(os.path.abspath(os.fsdecode(error.filename)))
-    return where.parent in (named, *named.parents) or named in where.parents
+        return error.errno in _DISK_ERRORS
+    file = Path(os.path.abspath(os.fsdecode(error.filename)))
+    return path.parent in (file, *file.parents) or file in path.parents
 
 
 SILENCE_S = 300.0
-"""After so long without a heartbeat a holder on another machine counts as dead."""
+"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 _SAME_START = 2.0
-"""How far two readings of one process's start may lie apart."""
+"""Largest difference of two readings of one process's start."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who writes an output.
+    """The process that holds a lock.
 
     Attributes:
-        host: the machine since it was started, with its namespace of process ids: machines and containers of one name
-            do not see each other's.
-        pid, started: the process and when it started, as ids come again.
-        since: when it began to write.
-        token: tells two locks of one process apart.
+        host: the machine, its boot and its namespace of process ids: machines and containers of one name differ.
+        pid, started: the process and its start, as process ids are reused.
+        since: when it took the lock.
+        token: distinguishes two locks of one process.
     """
 
     host: str
@@ -166,47 +164,51 @@ class Holder:
     token: str
 
     @classmethod
-    def here(cls) -> Self:
-        """Of the process that asks, from now on."""
+    def current(cls) -> Self:
+        """Return the holder of a lock that this process takes now."""
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(_host(), os.getpid(), _started(os.getpid()), since, uuid.uuid4().hex)
+        return cls(_host_id(), os.getpid(), _process_start(os.getpid()), since, uuid.uuid4().hex)
 
     @classmethod
-    def read(cls, text: str) -> Self | None:
-        """What a lock says; None where a process was killed before it said anything. Raises ValueError for others."""
+    def parse(cls, text: str) -> Self | None:
+        """Parse a lock's text; None for an empty one, as a killed process leaves it. Raises ValueError for others."""
         if not text.strip("\0 \n"):
             return None
         try:
-            said = json.loads(text)
-            return cls(str(said["host"]), int(said["pid"]), float(said["started"]), said["since"], said["token"])
+            fields = json.loads(text)
+            return cls(
+                str(fields["host"]), int(fields["pid"]), float(fields["started"]), fields["since"], fields["token"]
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(text) from error
 
     def is_gone(self, silence_s: float) -> bool:
-        """Whether the process is dead, as this machine knows of its own, or the other's silence tells."""
-        if self.host != _host():
+        """Return whether the process is dead, or on another machine and silent for too long."""
+        if self.host != _host_id():
             return silence_s > SILENCE_S
         try:
-            is_same = abs(_started(self.pid) - self.started) < _SAME_START
+            is_same = abs(_process_start(self.pid) - self.started) < _SAME_START
             return not is_same or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     def __str__(self) -> str:
         elsewhere = f" (another machine: taken over after {SILENCE_S:.0f} s without a sign of it)"
-        return f"process {self.pid} on {self.host.split()[0]}, since {self.since}{elsewhere * (self.host != _host())}"
+        return (
+            f"process {self.pid} on {self.host.split()[0]}, since {self.since}{elsewhere * (self.host != _host_id())}"
+        )
 
 
-def _started(pid: int) -> float:
-    """When a process started: on Linux in ticks since the machine did, which setting its clock does not change."""
+def _process_start(pid: int) -> float:
+    """Return when a process started: on Linux in ticks since boot, which setting the clock does not change."""
     try:
         return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return float(psutil.Process(pid).create_time())
 
 
-def _host() -> str:
-    """The machine, where Linux tells it with its start and the namespace of its process ids."""
+def _host_id() -> str:
+    """Return the machine's name, on Linux with its boot and the namespace of its process ids."""
     try:
         return f"{platform.node() or '?'} {os.readlink('/proc/self/ns/pid')} {_BOOT.read_text().strip()}"
     except OSError:
@@ -220,29 +222,29 @@ _log = logging.getLogger(__name__)
 
 
 class Lock:
-    """The right to write an output; within a `with` block it is this process's alone.
+    """A lock on an output: within the `with` block only this process may write it.
 
     Args:
-        path: the output, or whatever else one process at a time may write.
-        wait: whether to wait for a holder instead of leaving.
-        advice: what the other can do, told where it leaves.
+        path: the output, or anything else that one process at a time may write.
+        wait: whether to wait for the holder instead of raising.
+        advice: what to do, for the error message.
 
-    Raises OutputError where another process holds it and `wait` is False, and where the place cannot be written.
+    Raises OutputError where another process holds it and `wait` is False, and where the lock cannot be written.
     """
 
     def __init__(self, path: Path, wait: bool = False, advice: str = WAIT) -> None:
         self.path, self.wait, self.advice = path, wait, advice
-        self._file, self._made = lock_path(path), list[Path]()
-        self._holder, self._released = Holder.here(), threading.Event()
+        self._file, self._new_folders = lock_path(path), list[Path]()
+        self._holder, self._released = Holder.current(), threading.Event()
 
     def __enter__(self) -> Self:
-        with refusals(self.path):
+        with translate_os_errors(self.path):
             try:
                 self._acquire()
             except BaseException:  # a Ctrl-C too, which a notebook's process survives
                 self._release()
                 raise
-        threading.Thread(target=self._beat, name=f"lock {self.path.name}", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name=f"lock {self.path.name}", daemon=True).start()
         return self
 
     def __exit__(
@@ -252,102 +254,103 @@ class Lock:
         self._release()
 
     def check(self) -> None:
-        """Whether it is held still. One that vanished is made again; raises OutputError where another process has it.
+        """Raise OutputError where another process took the lock over, as while this machine slept.
 
-        A machine that slept, or was cut off, finds its lock taken over. A folder that was there before the lock and
-        vanished, as a share does, is not made again: what went into another of its name is lost when it comes back.
+        A lock that vanished is made again. A folder that existed before the lock and vanished, as a network share may,
+        is not: files written into another folder of its name would be lost when it comes back.
         """
-        with refusals(self.path):
-            if _peek(self._file) == self._holder:
+        with translate_os_errors(self.path):
+            if _read_holder(self._file) == self._holder:
                 return
-            self._check_there()
-            held = despite_others(self._claim)
-        if held is not None:
-            raise HeldError(_taken(self.path, held, self.advice))
+            self._check_folder()
+            other = retry_missing_folder(self._claim)
+        if other is not None:
+            raise LockedOutputError(_locked_message(self.path, other, self.advice))
 
-    def _check_there(self) -> None:
+    def _check_folder(self) -> None:
         """Raise OutputError where the innermost folder that the lock did not make is gone."""
-        folder = min(self._made, key=lambda made: len(made.parts)).parent if self._made else self._file.parent
+        new = self._new_folders
+        folder = min(new, key=lambda path: len(path.parts)).parent if new else self._file.parent
         if not folder.is_dir():
             msg = f"expected the folder {folder} to stay while {self.path} is written, got none; bring it back"
             raise OutputError(msg)
 
     def _acquire(self) -> None:
-        told = False
-        while (held := despite_others(self._claim)) is not None:
+        logged = False
+        while (other := retry_missing_folder(self._claim)) is not None:
             if not self.wait:
-                raise HeldError(_taken(self.path, held, self.advice))
-            if not told:
-                _log.info("waiting for %s, which writes %s", held, self.path)
-                told = True
+                raise LockedOutputError(_locked_message(self.path, other, self.advice))
+            if not logged:
+                _log.info("waiting for %s, which writes %s", other, self.path)
+                logged = True
             time.sleep(_POLL_S)
 
     def _claim(self) -> Holder | None:
-        """Who holds it; None where it is this process's now."""
-        self._made += make_folders(self._file.parent)
-        with _alone(self._file) as opened:
-            held = _read(opened, self._file)
-            if held is not None and held != self._holder and not held.is_gone(_silence(self._file)):
-                return held
+        """Take the lock, or return the process that holds it."""
+        self._new_folders += make_folders(self._file.parent)
+        with _open_exclusively(self._file) as descriptor:
+            other = _parse_holder(descriptor, self._file)
+            if other is not None and other != self._holder and not other.is_gone(_seconds_since_heartbeat(self._file)):
+                return other
             try:
-                os.ftruncate(opened, 0)
-                os.pwrite(opened, json.dumps(asdict(self._holder)).encode(), 0)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
             except OSError:
                 self._file.unlink()
                 raise
         return None
 
     def _release(self) -> None:
-        """Remove the lock where it is this process's, and the folders that were made for it where they are empty."""
-        with suppress(OSError, OutputError), _alone(self._file) as opened:
-            if _read(opened, self._file) in (None, self._holder):
+        """Remove the lock where this process holds it, and the folders that were made for it where they are empty."""
+        with suppress(OSError, OutputError), _open_exclusively(self._file) as descriptor:
+            if _parse_holder(descriptor, self._file) in (None, self._holder):
                 self._file.unlink()
-        remove_empty(self._made)
+        remove_empty(self._new_folders)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
             with suppress(OSError, OutputError):
-                if _peek(self._file) == self._holder:
+                if _read_holder(self._file) == self._holder:
                     os.utime(self._file)
 
 
-def drop_dead(path: Path) -> None:
-    """Remove the lock that a dead process left at `path`, where one did."""
+def remove_stale_lock(path: Path) -> None:
+    """Remove the lock of `path` where its holder is dead."""
     file = lock_path(path)
     if file.exists():
-        with suppress(OSError, OutputError), _alone(file) as opened:
-            held = _read(opened, file)
-            if held is None or held.is_gone(_silence(file)):
+        with suppress(OSError, OutputError), _open_exclusively(file) as descriptor:
+            holder = _parse_holder(descriptor, file)
+            if holder is None or holder.is_gone(_seconds_since_heartbeat(file)):
                 file.unlink()
 
 
 def lock_path(path: Path) -> Path:
-    """The lock's file, beside the output."""
-    where = real(path)
-    return where.with_name(f".{where.name}.lock")
+    """Return the path of the lock's file, beside the output."""
+    target = real_path(path)
+    return target.with_name(f".{target.name}.lock")
 
 
 def check_free(path: Path, wait: bool = False, advice: str = WAIT) -> None:
-    """Raise OutputError where a living process writes `path` and nobody wants to wait for it; nothing is taken."""
+    """Raise LockedOutputError where a living process writes `path`, unless `wait`; the lock is not taken."""
     file = lock_path(path)
-    with refusals(path):
-        held = None if wait else _peek(file)
-        if held is not None and not held.is_gone(_silence(file)):
-            raise HeldError(_taken(path, held, advice))
+    with translate_os_errors(path):
+        holder = None if wait else _read_holder(file)
+        if holder is not None and not holder.is_gone(_seconds_since_heartbeat(file)):
+            raise LockedOutputError(_locked_message(path, holder, advice))
 
 
 def wait_until_free(path: Path, wait: bool) -> None:
-    """Return when no living process writes `path`; nothing is taken. Without `wait` raise HeldError instead."""
-    told = False
+    """Wait until no living process writes `path`, or raise LockedOutputError without `wait`; the lock is not taken."""
+    logged = False
     while True:
         try:
             return check_free(path)
-        except HeldError as error:
+        except LockedOutputError as error:
             if not wait:
                 raise
-            if not told:
+            if not logged:
                 _log.info("waiting: %s", error)
-                told = True
+                logged = True
             time.sleep(_POLL_S)
 
 
@@ -357,8 +360,8 @@ class OutputFile:
 
     Attributes:
         path: the file.
-        kind: a file of ours that may be replaced, in words; empty where no existing file may be.
-        is_ours: whether the existing file at a path is of that kind; may refuse with a ConfigError of its own.
+        kind: description of the files of ours that it may replace; empty where it may replace none.
+        is_ours: function that returns whether the file at a path is of that kind; it may raise a ConfigError.
     """
 
     path: Path
@@ -366,7 +369,7 @@ class OutputFile:
     is_ours: Callable[[Path], bool] = lambda path: False
 
     def check_replaceable(self) -> None:
-        """Raise ConfigError where another file lies at the path that is not of this kind."""
+        """Raise ConfigError where a file of another kind exists at the path."""
         if self.path.exists() and not self.is_ours(self.path):
             expected, got = (self.kind, "another file") if self.kind else ("no file", "one")
             msg = f"expected {expected} at {self.path}, got {got}; --overwrite replaces it"
@@ -374,7 +377,7 @@ class OutputFile:
 
 
 def resumable(path: Path) -> OutputFile:
-    """Return a file that its own run goes on with or refuses, whatever lies there."""
+    """Return an output file that may exist, as the run resumes or refuses it itself."""
     return OutputFile(path, is_ours=lambda path: True)
 
 
@@ -391,11 +394,11 @@ class OutputFolder:
         self.path, self.overwrite, self.wait = path, overwrite, wait
 
     def claim(self, *files: OutputFile, writer: Path | None = None) -> Claim:
-        """Check that the files may be written; entered as a context manager, the claim keeps other processes off.
+        """Return a claim after checking that the files may be written; as a context manager it locks `writer`.
 
-        `writer` is the file that stands for all of them: one process at a time writes it. Raises OutputError where
-        nothing can be written or another process writes `writer`, ConfigError for a file that may not be replaced.
-        Nothing is left of the attempt.
+        `writer` stands for all of the files: one process at a time writes it. Raises OutputError where a file cannot
+        be written or another process writes `writer`, ConfigError for a file that may not be replaced. The checks
+        leave nothing behind.
         """
         claim = Claim(self, files, writer)
         claim.check()
@@ -403,7 +406,7 @@ class OutputFolder:
 
 
 class Claim:
-    """The right to write some files of a folder, checked when it was made and again when the block begins."""
+    """The right to write some files of a folder, checked when it is made and again when the block begins."""
 
     def __init__(self, folder: OutputFolder, files: Iterable[OutputFile], writer: Path | None) -> None:
         self.folder, self.files, self.writer = folder, tuple(files), writer
@@ -413,18 +416,18 @@ class Claim:
     def check(self) -> None:
         """Raise what `OutputFolder.claim` raises."""
         if self.writer is not None:
-            check_place(self.writer)
+            check_writable(self.writer)
             check_free(self.writer, bool(self.folder.wait), self._advice)
         self._check_files()
 
     def _check_files(self) -> None:
         for file in self.files:
-            check_place(file.path)
+            check_writable(file.path)
             if not self.folder.overwrite:
                 file.check_replaceable()
 
     def __enter__(self) -> Lock:
-        """Return the lock, taken. Raises ValueError for a claim without a writer."""
+        """Take the lock and return it. Raises ValueError for a claim without a writer."""
         if self.writer is None:
             msg = "expected a claim with a writer"
             raise ValueError(msg)
@@ -444,59 +447,59 @@ class Claim:
             self._lock.__exit__(kind, error, trace)
 
 
-def _taken(path: Path, held: Holder, advice: str) -> str:
-    return f"expected {path} for this command alone, got it held by {held}; {advice}, or choose another place"
+def _locked_message(path: Path, holder: Holder, advice: str) -> str:
+    return f"expected {path} for this command alone, got it held by {holder}; {advice}, or choose another place"
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[int]:
-    """Open the file, made where it is missing, with no other process having it so, where the file system can tell.
+def _open_exclusively(file: Path) -> Iterator[int]:
+    """Open or create a file and yield its descriptor, locked with flock where the file system supports that.
 
-    Where it cannot lock, as some that clusters share, two processes may both take a stale lock: `Lock.check` tells one
-    of them at its next sample.
+    Where it does not, as on some clusters, two processes may both take a stale lock: `Lock.check` raises in one of them
+    at its next sample.
     """
     while True:
-        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             with suppress(OSError):
-                fcntl.flock(opened, fcntl.LOCK_EX)
-            if _is_at(opened, file):  # and was not removed while we waited
-                yield opened
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_same_file(descriptor, file):  # it was not removed while we waited
+                yield descriptor
                 return
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
-def _is_at(opened: int, file: Path) -> bool:
+def _is_same_file(descriptor: int, file: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(opened), file.stat())
+        return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:
         return False
 
 
-def _peek(file: Path) -> Holder | None:
-    """Who holds a lock, as far as a look tells; None where nobody does."""
+def _read_holder(file: Path) -> Holder | None:
+    """Return the holder of a lock, read without locking the file; None where there is none."""
     try:
-        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:
-        return _read(opened, file)
+        return _parse_holder(descriptor, file)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def _read(opened: int, file: Path) -> Holder | None:
-    """Who an open lock says holds it. Raises OutputError for a file that is no lock of ours."""
-    if stat.S_ISREG(os.fstat(opened).st_mode):
+def _parse_holder(descriptor: int, file: Path) -> Holder | None:
+    """Return the holder that an open lock names. Raises OutputError for a file that is no lock of ours."""
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(ValueError):
-            return Holder.read(os.pread(opened, 2**16, 0).decode())
+            return Holder.parse(os.pread(descriptor, 2**16, 0).decode())
     msg = f"expected a lock of ours at {file}, got another file; move it away, or choose another place"
     raise OutputError(msg)
 
 
-def _silence(file: Path) -> float:
-    """Seconds since a lock's last heartbeat, by the clock of the file system, which may be another machine's."""
+def _seconds_since_heartbeat(file: Path) -> float:
+    """Return the seconds since a lock's last heartbeat, by the file system's clock, which may be another machine's."""
     try:
         last = file.stat().st_mtime
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Mixtures of two configurations' kept sets: measurements as objects, and the file that the same command resumes."""
+"""Measurements of mixtures of two configurations' kept sets, and their file, from which a killed command resumes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Heads = list[list[list[float]]]
 
 
 @dataclass(frozen=True)
-class SwapRow:
+class PatchingRow:
     """The measurements of one mixture.
 
     Attributes:
         mixture: which configuration's kept set each head has.
-        held: number of its cache's entries over that of the full cache.
+        held: cache share: entries of its cache over those of the full cache.
         values: each of `PER_STEP`, per step.
         score: score of its answer, 0 to 1; NaN where no answer was generated.
         heads: propagated L1 perturbation; None where heads were not measured.
@@ -46,7 +46,7 @@ class SwapRow:
 
 
 @dataclass(frozen=True)
-class SwapBatch:
+class PatchingBatch:
     """Mixtures of one sample that were decoded in one batch.
 
     Attributes:
@@ -58,7 +58,7 @@ class SwapBatch:
     """
 
     sample: str
-    rows: tuple[SwapRow, ...]
+    rows: tuple[PatchingRow, ...]
     floors: Mapping[str, tuple[float, ...]]
     full_score: float = math.nan
     head_floors: Heads | None = None
@@ -66,38 +66,42 @@ class SwapBatch:
 
     def record(self) -> dict[str, Any]:
         """Return the batch as a line's object: NaN is null, numbers are unrounded."""
-        rows = [{"mixture": str(row.mixture), **_plain(row, "held", "values", "score", "heads")} for row in self.rows]
+        rows = [
+            {"mixture": str(row.mixture), **_json_fields(row, "held", "values", "score", "heads")} for row in self.rows
+        ]
         return {
             "sample": self.sample,
             "rows": rows,
-            **_plain(self, "floors", "full_score", "head_floors", "head_norms"),
+            **_json_fields(self, "floors", "full_score", "head_floors", "head_norms"),
         }
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], kept_heads: int) -> Self:
+    def from_record(cls, record: Mapping[str, Any], kept_heads: int) -> Self:
         """Return the batch that `record` wrote. Raises KeyError, TypeError or ValueError for any other object."""
         rows = tuple(
-            SwapRow(
-                Mixture.parse(one["mixture"], kept_heads), float(one["held"]), _values(one["values"]),
-                _number(one["score"]), one["heads"],
+            PatchingRow(
+                Mixture.parse(one["mixture"], kept_heads), float(one["held"]), _parse_values(one["values"]),
+                _parse_score(one["score"]), one["heads"],
             )
             for one in record["rows"]
         )  # fmt: skip
-        told = (record["head_floors"], record["head_norms"])
-        return cls(str(record["sample"]), rows, _values(record["floors"]), _number(record["full_score"]), *told)
+        heads = (record["head_floors"], record["head_norms"])
+        return cls(
+            str(record["sample"]), rows, _parse_values(record["floors"]), _parse_score(record["full_score"]), *heads
+        )
 
 
-def _plain(held: Any, *names: str) -> dict[str, Any]:
-    found = {name: getattr(held, name) for name in names}
-    return {name: None if isinstance(one, float) and math.isnan(one) else one for name, one in found.items()}
+def _json_fields(instance: Any, *names: str) -> dict[str, Any]:
+    values = {name: getattr(instance, name) for name in names}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
-def _number(value: Any) -> float:
+def _parse_score(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _values(told: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(map(float, told[name])) for name in PER_STEP}
+def _parse_values(document: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    return {name: tuple(map(float, document[name])) for name in PER_STEP}
 
 
 FILE = "swap.jsonl"
@@ -105,8 +109,8 @@ _HINT = "give --overwrite or another --output"
 _KIND = FileKind("a file of swapped kept sets", ConfigError, 8 * 2**30, _HINT)
 
 
-class SwapStore:
-    """The measurements of every prompt: those of an earlier call, and each new batch as soon as it is measured.
+class PatchingStore:
+    """The measurements of every prompt: those of earlier calls, and each new batch as soon as it is measured.
 
     Args:
         run: a run of two configurations.
@@ -123,65 +127,70 @@ class SwapStore:
         made_with: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.run, self.kept_heads, self.path = run, kept_heads, path
-        self.rows: dict[str, dict[Mixture, SwapRow]] = {}
-        self.batches: dict[str, list[SwapBatch]] = {}
+        self.rows: dict[str, dict[Mixture, PatchingRow]] = {}
+        self.batches: dict[str, list[PatchingBatch]] = {}
         self.same: dict[str, NDArray[np.bool_]] = {}
         self.failed: dict[str, str] = {}
         self.made_with = dict(made_with or {})
         if path is not None:
             self._open(path, overwrite)
 
-    def keep(self, batch: SwapBatch, same: NDArray[np.bool_]) -> None:
+    def add(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
         """Write a batch to the file; `same` (layer, kept_head): where both configurations keep the same entries."""
         self._append({**batch.record(), "same": same.tolist()})
-        self._add(batch, same)
+        self._add_batch(batch, same)
 
-    def give_up(self, sample: str, reason: str) -> None:
-        """Write to the file that a prompt cannot be measured."""
+    def add_failure(self, sample: str, reason: str) -> None:
+        """Write to the file that a prompt cannot be measured, and why."""
         self._append({"sample": sample, "failed": reason})
         self.failed[sample] = reason
 
-    def lacks(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
+    def missing(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
         """Return the mixtures that are not measured yet, each once, in their order; none for a prompt that failed."""
         if sample in self.failed:
             return []
-        there = self.rows.get(sample, {})
-        wanted = dict.fromkeys(mixtures)
-        return [one for one in wanted if one not in there or (one in by_head and there[one].heads is None)]
+        rows = self.rows.get(sample, {})
+        return [
+            mixture
+            for mixture in dict.fromkeys(mixtures)
+            if mixture not in rows or (mixture in by_head and rows[mixture].heads is None)
+        ]
 
     def head_floors(self, sample: str, name: str) -> Heads:
         """Return a prompt's `head_floors` or `head_norms`: the maximum over its batches."""
-        held = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
-        found: Heads = np.max(held, axis=0).tolist()
-        return found
+        measured = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
+        largest: Heads = np.max(measured, axis=0).tolist()
+        return largest
 
     def _header(self) -> dict[str, Any]:
         return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
 
     def _open(self, path: Path, overwrite: bool) -> None:
-        there = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
-        first, *others = there or [{}]
+        lines = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
+        first, *others = lines or [{}]
         if {"swap": first.get("swap")} != self._header():
             raise _KIND.refusal(path, "one of another run")
         for document in others:
-            self._read(path, document)
+            self._add_line(path, document)
         self.made_with = first.get("made_with", self.made_with)
         json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *others])
 
-    def _read(self, path: Path, document: Mapping[str, Any]) -> None:
+    def _add_line(self, path: Path, document: Mapping[str, Any]) -> None:
         try:
             if "failed" in document:
                 self.failed[str(document["sample"])] = str(document["failed"])
             else:
-                self._add(SwapBatch.of(document, self.kept_heads), np.asarray(document["same"], dtype=bool))
+                self._add_batch(
+                    PatchingBatch.from_record(document, self.kept_heads), np.asarray(document["same"], dtype=bool)
+                )
         except (KeyError, TypeError, ValueError, AttributeError):
             raise _KIND.refusal(path, f"a line that is no measurement of ours, {str(document)[:40]}") from None
 
-    def _add(self, batch: SwapBatch, same: NDArray[np.bool_]) -> None:
+    def _add_batch(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
         self.same[batch.sample] = same
         self.batches.setdefault(batch.sample, []).append(batch)
-        held = self.rows.setdefault(batch.sample, {})
-        held |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in held}
+        rows = self.rows.setdefault(batch.sample, {})
+        rows |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in rows}
 
     def _append(self, document: Mapping[str, Any]) -> None:
         if self.path is not None:

@@ -19,7 +19,7 @@ from perturbkv.analyses.quality.judge import bounded_interval
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import StatisticKind
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.storage.judgements import Judge, pairwise, singly
+from perturbkv.storage.judgements import Judge, pair_questions, single_questions
 from tests.support.answers import CONFIGS, row, written
 from tests.support.judges import planted_judge
 
@@ -141,16 +141,16 @@ def test_a_judge_who_takes_what_stands_first_is_told_by_name_and_wins_for_nobody
 
 def test_no_question_tells_which_cache_wrote_an_answer() -> None:
     label = CONFIGS[0].label()
-    for question in (*singly(ANSWERS), *pairwise(ANSWERS, 0)):
+    for question in (*single_questions(ANSWERS), *pair_questions(ANSWERS, 0)):
         assert label not in question.line()
         assert "attention" not in question.line()
         told = json.loads(question.line())
         assert (told["prompt"], told["question"]) == (f"prompt of {question.sample}", f"question of {question.sample}")
-    ids = [question.id for question in (*singly(ANSWERS), *pairwise(ANSWERS, 0))]
+    ids = [question.id for question in (*single_questions(ANSWERS), *pair_questions(ANSWERS, 0))]
     assert max(Counter(ids).values()) == 1
-    sides = Counter(question.full_is for question in pairwise(ANSWERS, 0))
+    sides = Counter(question.full_is for question in pair_questions(ANSWERS, 0))
     assert set(sides) == {"a", "b"}
-    for question in pairwise(ANSWERS, 0):
+    for question in pair_questions(ANSWERS, 0):
         (found,) = (one for one in ANSWERS.rows if one["sample"] == question.sample)
         assert question.fields[question.full_is] == found["full"]["text"]
 

@@ -22,7 +22,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Coalition, Game, Mixture, PatchingConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
-from perturbkv.storage.patching_file import PER_STEP, SwapBatch, SwapRow, SwapStore
+from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
 
 ATTENTION, TWO_STAGE = (EvictionConfig(64, selection=name) for name in ("attention", "two-stage"))
 WORTH = np.array([[3.0, 1.0], [-2.0, -4.0], [0.5, 0.5], [0.0, 2.0]])
@@ -80,27 +80,29 @@ def test_examples_run() -> None:
     assert doctest.testmod(shapley).failed == 0
 
 
-def store_of(value: Callable[[Coalition], np.ndarray], game: Game, same: bool = False, samples: int = 2) -> SwapStore:
+def store_of(
+    value: Callable[[Coalition], np.ndarray], game: Game, same: bool = False, samples: int = 2
+) -> PatchingStore:
     """As if every coalition had been measured: drift is the value, the one layer-head's perturbation too."""
     run = RunConfig("m", "d", (ATTENTION, TWO_STAGE), samples=samples)
-    store = SwapStore(run, 1)
+    store = PatchingStore(run, 1)
     mixtures = {game.mixture(one): value(one) for one in shapley.subsets(len(game.players))}
     for place in range(samples):
         rows = tuple(row(mixture, outcome[place]) for mixture, outcome in mixtures.items())
         floors = {name: (0.0,) for name in PER_STEP}
         told = [[[0.1]] * len(game.layers)], [[[100.0]] * len(game.layers)]
-        store.keep(SwapBatch(f"s{place}", rows, floors, np.nan, *told), np.full((len(game.layers), 1), same))
+        store.add(PatchingBatch(f"s{place}", rows, floors, np.nan, *told), np.full((len(game.layers), 1), same))
     return store
 
 
-def row(mixture: Mixture, value: float) -> SwapRow:
+def row(mixture: Mixture, value: float) -> PatchingRow:
     told = {name: (float(value),) for name in PER_STEP}
     heads = [[[float(value) + layer] for layer in range(len(mixture.layers))]]
-    return SwapRow(mixture, 0.25, told, value / 100, heads)
+    return PatchingRow(mixture, 0.25, told, value / 100, heads)
 
 
 def game_of(asked: PatchingConfig, layers: int = 4) -> Game:
-    return Game.of(asked, range(layers), 1, "query")
+    return Game.from_config(asked, range(layers), 1, "query")
 
 
 def concluded(
@@ -334,11 +336,11 @@ def test_mixtures_are_written_and_read() -> None:
 
 
 def test_players_are_layers_or_their_heads() -> None:
-    heads = Game.of(PatchingConfig(by="heads", layers=(5,)), (5, 11), 3, "query")
+    heads = Game.from_config(PatchingConfig(by="heads", layers=(5,)), (5, 11), 3, "query")
     assert list(map(str, heads.players)) == ["5-0", "5-1", "5-2"]
     assert str(heads.mixture({1})) == "(010)b"
-    assert str(heads.mixture(heads.everybody)) == "tb"
-    assert str(heads.whole) == "tt"
+    assert str(heads.mixture(heads.all_players)) == "tb"
+    assert str(heads.treatment_everywhere) == "tt"
 
 
 @pytest.mark.parametrize(

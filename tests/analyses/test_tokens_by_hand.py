@@ -143,7 +143,7 @@ def test_folding_is_bounded() -> None:
 
 def test_the_first_complete_sample_with_text_is_taken() -> None:
     bare = SampleTrace("bare", {name: array for name, array in sample("bare").arrays.items() if name not in TEXT})
-    trace = pk.Trace.of(run_config(3), [FailedSample("broken", "it broke"), bare, sample("third")], {})
+    trace = pk.Trace.from_samples(run_config(3), [FailedSample("broken", "it broke"), bare, sample("third")], {})
     assert pk.tokens(trace).prompt.sample == "third"
     with pytest.raises(TraceError, match="expected the text of 'bare' in this trace, got a trace without it") as raised:
         pk.tokens(trace, "bare")
@@ -205,7 +205,7 @@ def test_a_pair_of_a_budget_is_shown_and_others_are_counted() -> None:
         name: np.concatenate([array, array]) if array.ndim and array.shape[0] == 2 and name not in TEXT else array
         for name, array in sample().arrays.items()
     }
-    trace = pk.Trace.of(run_config(1, configs=configs), [SampleTrace("p0", four)], {})
+    trace = pk.Trace.from_samples(run_config(1, configs=configs), [SampleTrace("p0", four)], {})
     assert pk.tokens(trace).other_pairs == 1
     found = pk.tokens(trace, budget=0.5)
     assert (found.baseline.budget.value, found.other_pairs) == (0.5, 0)

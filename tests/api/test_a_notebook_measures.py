@@ -65,7 +65,7 @@ def test_a_trace_in_memory_is_the_one_that_a_file_would_hold(tmp_path: Path) -> 
     writer = TraceWriter(tmp_path / "t.h5", run, ["s0", "s1", "s2"], {"model": "m"})
     for sample in samples:
         writer.append(sample)
-    assert_equal(Trace.of(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
+    assert_equal(Trace.from_samples(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
 
 
 def test_a_run_with_a_path_measures_what_is_missing(

@@ -172,12 +172,12 @@ def test_a_run_that_generates_decodes_more_caches_at_once_where_memory_is_free(
     tokens = len(pk.load_prompts(str(data), model)[0].token_ids)
     full = 2 * len(model.layers) * model.kv_heads * tokens * model.d_head * 4
     whole = sum(weight.numel() for weight in model.model.parameters()) * 4 + full
-    monkeypatch.setattr(planning.memory, "free", lambda device: 10**12)
+    monkeypatch.setattr(planning.memory, "free_bytes", lambda device: 10**12)
     assert bound(model, data) == pytest.approx(2 * whole, rel=0.05)
-    monkeypatch.setattr(planning.memory, "free", lambda device: 2 * whole + full)
+    monkeypatch.setattr(planning.memory, "free_bytes", lambda device: 2 * whole + full)
     assert bound(model, data) == pytest.approx(whole, rel=0.05)
-    monkeypatch.setattr(planning.memory, "free", lambda device: whole // 2)
+    monkeypatch.setattr(planning.memory, "free_bytes", lambda device: whole // 2)
     assert bound(model, data) is None
-    monkeypatch.setattr(planning.memory, "free", lambda device: 10**12)
+    monkeypatch.setattr(planning.memory, "free_bytes", lambda device: 10**12)
     assert bound(model, data, generate=0) is None
     assert bound(model, data, resources=Resources(max_bytes=10**6)) == 10**6

@@ -149,7 +149,7 @@ def test_an_archive_that_unpacks_to_more_than_it_may_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = npz_of(tmp_path / "a.npz", header("(500000,)") + bytes(4_000_000))
-    monkeypatch.setattr(positions_file, "_FILE", replace(positions_file._FILE, most=2**20))
+    monkeypatch.setattr(positions_file, "_FILE", replace(positions_file._FILE, max_bytes=2**20))
     with pytest.raises(pk.PerturbkvError, match="it unpacks to 4,000,0.. bytes, more than 1 MiB"):
         audited(path)
 

@@ -60,7 +60,7 @@ def test_controls_hold_as_much_and_protect_the_same() -> None:
     # the last of the entries between is the one before the recent ones, so that 9 stay in every set
     assert result.trace.protected == (4, planted.RECENT + 1)
     for config in result.trace.configs[1:]:
-        assert config.protected(planted.KEPT) == (4, planted.RECENT + 1)
+        assert config.protected_counts(planted.KEPT) == (4, planted.RECENT + 1)
         assert config.granularity.name == "kv"
     assert not result.trace.freed
 

@@ -213,7 +213,9 @@ def long_trace(tokens: int = 100_000) -> Trace:
     made["kept_count"] = np.full(made["kept_count"].shape, count)
     positions = np.concatenate([np.sort(draw.choice(tokens, count, replace=False)) for _ in range(rows)])
     offsets = (np.arange(rows) * count).reshape(made["kept_count"].shape)
-    return Trace.of(run_config(1), [SampleTrace("long", made | kept(made, offsets, positions.astype(np.int32)))], {})
+    return Trace.from_samples(
+        run_config(1), [SampleTrace("long", made | kept(made, offsets, positions.astype(np.int32)))], {}
+    )
 
 
 def test_of_a_hundred_thousand_tokens_only_those_on_the_screen_are_elements(opened: Open) -> None:

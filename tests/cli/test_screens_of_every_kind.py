@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from perturbkv.cli import console
-from perturbkv.escaping import plain
+from perturbkv.escaping import escape_control_characters
 from perturbkv.storage import json_lines
 
 Run = Callable[..., Any]
@@ -76,7 +76,7 @@ def test_json_holds_texts_as_they_are() -> None:
     written = console.as_json(document)
     assert json.loads(written.encode()) == {"schema": console.SCHEMA, **document}
     assert '"numbers": [1, 2.5, null]' in written
-    assert json.loads(json_lines.line(document).encode()) == document
+    assert json.loads(json_lines.format_line(document).encode()) == document
 
 
 def test_a_long_error_shows_its_two_ends(perturbkv: Run) -> None:
@@ -89,7 +89,11 @@ def test_a_long_error_shows_its_two_ends(perturbkv: Run) -> None:
 
 @pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "a\nerror: b", "[INST] :smile:", "\udcff"])
 def test_ids_and_names_are_shown_and_stay_what_they_are(perturbkv: Run, model: Path, tmp_path: Path, name: str) -> None:
-    row = {"id": name if name != "\udcff" else "a", "prompt": f"{plain(name)} and on " * 20, "answers": ["[/INST]"]}
+    row = {
+        "id": name if name != "\udcff" else "a",
+        "prompt": f"{escape_control_characters(name)} and on " * 20,
+        "answers": ["[/INST]"],
+    }
     path = tmp_path / f"{name}.jsonl"
     path.write_text(json.dumps(row))
     options = ["--model", model, "--budget", 24, "--window", 8, "--max-new-tokens", 2]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from perturbkv.configs.run import Shard
-from perturbkv.errors import HeldError
+from perturbkv.errors import LockedOutputError
 from perturbkv.pipeline.run import sharding
 from perturbkv.storage.output import Lock, lock_path
-from perturbkv.storage.run.joining import ShardWriter
+from perturbkv.storage.run.shard_merging import ShardWriter
 from perturbkv.storage.run.shards import ShardJournal, ShardRecord
 from tests.support.growing import CONFIGS, measured
 from tests.support.traces import run_config
@@ -33,7 +33,7 @@ def test_a_shard_waits_for_who_joins_all_of_them(tmp_path: Path) -> None:
 
 
 def test_of_any_other_writer_it_is_told(tmp_path: Path) -> None:
-    with pytest.raises(HeldError, match="held by process"):
+    with pytest.raises(LockedOutputError, match="held by process"):
         begun(tmp_path, joining=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -41,7 +41,7 @@ def test_of_any_other_writer_it_is_told(tmp_path: Path) -> None:
 def test_a_shard_that_begins_again_while_another_joins_joins_all_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, join = tmp_path / "t.h5", sharding.join
+    path, merge_shards = tmp_path / "t.h5", sharding.merge_shards
     of = [
         ShardRecord(Shard(number, 2), run_config(2, configs=CONFIGS), ("s0", "s1"), {"model": "m"}, False)
         for number in (1, 2)
@@ -55,12 +55,12 @@ def test_a_shard_that_begins_again_while_another_joins_joins_all_itself(
 
     def beginning_again(*asked: Any, **more: Any) -> int:
         second.begin(of[1])
-        return join(*asked, **more)
+        return merge_shards(*asked, **more)
 
     monkeypatch.setattr(sharding, "texts_of", lambda planned: {})
-    monkeypatch.setattr(sharding, "join", beginning_again)
+    monkeypatch.setattr(sharding, "merge_shards", beginning_again)
     assert not sharding._join_if_complete(None, path, of[0], False)  # type: ignore[arg-type]
-    monkeypatch.setattr(sharding, "join", join)
+    monkeypatch.setattr(sharding, "merge_shards", merge_shards)
     second.finish()
     assert sharding._join_if_complete(None, path, of[1], False)  # type: ignore[arg-type]
     assert [file.name for file in tmp_path.iterdir()] == ["t.h5"]

@@ -147,7 +147,7 @@ def test_more_workers_than_gpus_are_refused(plan: Plan, monkeypatch: pytest.Monk
 
 
 def test_workers_that_do_not_fit_the_memory_together_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.memory.free", lambda device: processes.needed_bytes(plan) * 3 // 2)
+    monkeypatch.setattr("perturbkv.memory.free_bytes", lambda device: processes.needed_bytes(plan) * 3 // 2)
     monkeypatch.setattr(processes, "cores", lambda: 8)
     assert len(processes.worker_devices(Workers("workers", workers=1), plan)) == 1
     with pytest.raises(NoMemoryError, match="2 workers, each with model .* fewer --workers take less"):

@@ -94,7 +94,7 @@ def test_the_bound_of_theorem_2_holds_beside_a_sink() -> None:
     stays = theory.kept_sums(attention, summands, kept, sink)
     whole = summands.sums(attention.unsqueeze(0))
     slices = theory.head_slices(seen.projection, 4)
-    output = theory.projected(whole.mixed[0], slices)
+    output = theory.project_outputs(whole.mixed[0], slices)
     moved = theory.isolated_perturbation(whole.mixed, stays.mixed, stays.mass, slices, output).l1
     limits = theory.bounds(whole.weighted[0], summands.smallest_norms(), stays, stays)
     assert (moved <= limits.theta * (1 + 1e-12) + 1e-14).all()

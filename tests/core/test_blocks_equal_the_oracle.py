@@ -117,12 +117,12 @@ def test_at_most_b_entries_are_held_in_whole_blocks_and_no_block_more_would_fit(
 @settings(max_examples=200, deadline=None)
 @given(SIZES, st.integers(0, 200), st.integers(1, 50), st.integers(0, 250))
 def test_blocks_are_counted_as_a_list_of_them_is(size: int, n: int, window: int, entries: int) -> None:
-    found, table = Blocks.of(n, window, size), tables(n, size)
+    found, table = Blocks.divide(n, window, size), tables(n, size)
     tail = [block for block in table if block[-1] >= n - window]
-    assert (found.before, found.tail_blocks, found.tail) == (len(table) - len(tail), len(tail), sum(map(len, tail)))
-    assert found.first(entries) == len(tables(entries, size))
-    before = table[: found.before]
-    assert min(found.recent(entries), len(before)) == sum(block[-1] >= n - entries for block in before)
+    assert (found.full, found.tail_blocks, found.tail) == (len(table) - len(tail), len(tail), sum(map(len, tail)))
+    assert found.first_blocks(entries) == len(tables(entries, size))
+    before = table[: found.full]
+    assert min(found.recent_blocks(entries), len(before)) == sum(block[-1] >= n - entries for block in before)
 
 
 def test_a_blocks_score_is_the_sum_or_the_maximum_of_its_entries() -> None:

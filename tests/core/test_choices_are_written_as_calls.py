@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perturbkv.configs.choice import FIRST, Choice, parse, split
+from perturbkv.configs.choice import UNNAMED, Choice, parse, split_outside_brackets
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
@@ -31,7 +31,7 @@ CHOICES = st.recursive(
         NAMES,
         st.tuples(
             st.lists(st.one_of(inner, PLAIN), max_size=1), st.dictionaries(NAMES, st.one_of(inner, PLAIN), max_size=3)
-        ).map(lambda made: {**({FIRST: made[0][0]} if made[0] else {}), **made[1]}),
+        ).map(lambda made: {**({UNNAMED: made[0][0]} if made[0] else {}), **made[1]}),
     ),
     max_leaves=6,
 )
@@ -48,7 +48,7 @@ def test_what_is_printed_is_read_again(choice: Choice) -> None:
         ("snapkv", Choice("snapkv")),
         ("adakv( floor = 0.1,safeguard=guaranteed )", Choice("adakv", {"floor": 0.1, "safeguard": "guaranteed"})),
         ("kvpress:Critical(Snap(window_size=64), e=1e-4)",
-         Choice("kvpress:Critical", {FIRST: Choice("Snap", {"window_size": 64}), "e": 1e-4})),
+         Choice("kvpress:Critical", {UNNAMED: Choice("Snap", {"window_size": 64}), "e": 1e-4})),
         ("f.py:S(a=true, b=none, c=\"x, y\", d='(', e=2)",
          Choice("f.py:S", {"a": True, "b": None, "c": "x, y", "d": "(", "e": 2})),
     ],
@@ -76,7 +76,7 @@ def test_a_mistake_is_told_with_its_character(text: str, place: int, expected: s
 
 
 def test_separators_inside_brackets_and_quotes_separate_nothing() -> None:
-    assert split("a(x=b:c):d(':'):e", ":") == ["a(x=b:c)", "d(':')", "e"]
+    assert split_outside_brackets("a(x=b:c):d(':'):e", ":") == ["a(x=b:c)", "d(':')", "e"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_option_may_be_true_or_false() -> None:
     assert grid(128, policy=str(off.policy), selection="attention") == (off,)
     document = json.loads(json.dumps(off.to_document()))
     assert EvictionConfig.from_document(document) == off
-    assert registry.info("expected-attention").options()["use_vnorm"].written == "true"
+    assert registry.info("expected-attention").options()["use_vnorm"].default_text == "true"
 
 
 @pytest.mark.parametrize("value", ["1", "0.5", "yes", "none"])

@@ -68,8 +68,8 @@ def test_distances_are_of_what_the_heads_contribute_not_of_their_vectors() -> No
     w_o = GENERATOR.normal(size=(D_MODEL, heads * d_head))
     full, evicted = GENERATOR.normal(size=(heads, d_head)), GENERATOR.normal(size=(rows, heads, d_head))
     slices = theory.head_slices(torch.from_numpy(w_o), heads)
-    output = theory.projected(torch.from_numpy(full), slices)
-    made = theory.distances(output, theory.projected(torch.from_numpy(evicted - full), slices))
+    output = theory.project_outputs(torch.from_numpy(full), slices)
+    made = theory.distances(output, theory.project_outputs(torch.from_numpy(evicted - full), slices))
     for row in range(rows):
         for head in range(heads):
             projection = naive.head_slice(w_o, head, d_head)

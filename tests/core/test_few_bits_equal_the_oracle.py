@@ -157,7 +157,7 @@ def test_full_precision_is_not_said_and_may_be_absent() -> None:
     assert EvictionConfig.from_document(chosen.to_document()) == chosen
     assert few.to_document()["precision"] == "quantise(bits=4, group=16)"
     assert EvictionConfig.from_document(few.to_document()) == few != chosen
-    assert few.words()["bits"] == "bits=4" and few.flat()["precision_group"] == 16
+    assert few.label_parts()["bits"] == "bits=4" and few.flat()["precision_group"] == 16
     assert parse(str(few.precision)) == Choice("quantise", {"bits": 4, "group": 16})
 
 

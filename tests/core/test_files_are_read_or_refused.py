@@ -14,7 +14,7 @@ import pytest
 from perturbkv.errors import ConfigError
 from perturbkv.user_files import FileKind, parse_json
 
-KIND = FileKind("a list", ConfigError, most=2**20, hint="choose another")
+KIND = FileKind("a list", ConfigError, max_bytes=2**20, hint="choose another")
 
 
 def refused(path: Path, *words: str) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from perturbkv.configs.choice import Choice, parse
 from perturbkv.display import Table, as_html, as_text, show
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.escaping import line, plain
+from perturbkv.escaping import escape_control_characters, escape_line
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,17 @@ from perturbkv.escaping import line, plain
     ],
 )
 def test_what_would_be_obeyed_or_unseen_is_written_out(text: str, shown: str) -> None:
-    assert plain(text) == line(text) == shown
+    assert escape_control_characters(text) == escape_line(text) == shown
 
 
 def test_letters_of_all_scripts_stay_as_they_are() -> None:
     text = "é 漢字 עברית می\u200cخواهم 👩\u200d🔬 ‘θ̂’ \u00a0 [/INST] :smile: $x$ \\n"
-    assert plain(text) == line(text) == text
+    assert escape_control_characters(text) == escape_line(text) == text
 
 
 def test_a_name_is_one_line_and_a_text_keeps_its_own() -> None:
-    assert plain("a\n\tb") == "a\n\tb"
-    assert line("a\n\tb") == r"a\n\tb"
+    assert escape_control_characters("a\n\tb") == "a\n\tb"
+    assert escape_line("a\n\tb") == r"a\n\tb"
 
 
 def test_tables_and_lines_show_foreign_words_as_they_are_written() -> None:

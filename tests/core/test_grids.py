@@ -156,8 +156,8 @@ def test_random_alone_is_the_selection_and_a_policy_alone_its_first_selection() 
 def test_what_is_protected_is_entries_or_a_share_of_the_budget() -> None:
     (found,) = grid(64, protect_first="4", protect_recent="0.6")
     assert (found.protect_first, found.protect_recent) == (4, 0.6)
-    assert found.protected(64) == (4, 38)
-    assert found.protected(50) == (4, 32), "the window of 32 always stays"
+    assert found.protected_counts(64) == (4, 38)
+    assert found.protected_counts(50) == (4, 32), "the window of 32 always stays"
     assert found.label().endswith(" protect-first=4 protect-recent=0.6")
     assert "protect" not in grid(64, protect_first="0", protect_recent=0)[0].label()
 

@@ -31,8 +31,8 @@ def test_what_cannot_be_counted_is_refused_wherever_it_is_given(value: Any) -> N
         lambda: EvictionConfig(128, window=value),
         lambda: EvictionConfig(128, protect_first=value),
         lambda: EvictionConfig(128, protect_recent=str(value)),
-        lambda: Option(1, "").checked(value, "n"),
-        lambda: Option(1.0, "").checked(value, "n"),
+        lambda: Option(1, "").convert(value, "n"),
+        lambda: Option(1.0, "").convert(value, "n"),
         lambda: DatasetOptions(value),
         lambda: DatasetOptions(1, seed=value),
         lambda: DatasetOptions(1, lengths=(value,)),
@@ -58,8 +58,8 @@ def test_no_policy_takes_a_number_that_is_none(name: str) -> None:
 def test_the_odd_number_that_is_suggested_is_taken() -> None:
     for option, even, odd in ((Option(7, "", low=1, odd=True), 6, 7), (Option(7, "", 1, high=9, odd=True), 8, 9)):
         with pytest.raises(ConfigError, match=f"try {odd}$"):
-            option.checked(even, "kernel")
-        assert option.checked(odd, "kernel") == odd
+            option.convert(even, "kernel")
+        assert option.convert(odd, "kernel") == odd
 
 
 def test_tokens_are_suggested_only_where_they_are_a_budget() -> None:

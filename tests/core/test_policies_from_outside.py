@@ -11,7 +11,7 @@ import pytest
 from perturbkv.analyses import pairing
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.auditing import loss
-from perturbkv.configs.choice import Choice, halves, parse
+from perturbkv.configs.choice import Choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError, UnknownNameError
@@ -39,7 +39,7 @@ STORED = EvictionConfig(24, PRESS, "given", 0, "kv")
     ],
 )
 def test_the_colon_of_an_outside_name_is_part_of_it(side: str, parts: list[str]) -> None:
-    assert halves(side) == parts
+    assert split_policy_and_selection(side) == parts
 
 
 def test_a_press_is_stored_with_all_of_its_parameters_and_read_without_kvpress() -> None:
@@ -52,7 +52,7 @@ def test_a_press_is_stored_with_all_of_its_parameters_and_read_without_kvpress()
     again = RunConfig.from_json(run.to_json())
     assert again == run and again.to_json() == run.to_json()
     assert again.labels()[0] == "kvpress:AdaKVPress(press=SnapKVPress(window_size=32)):given b=24 kv"
-    assert again.configs[0].given and again.configs[0].alpha == 1
+    assert again.configs[0].is_external and again.configs[0].alpha == 1
 
 
 def test_choices_inside_a_choice_keep_the_order_in_which_they_are_shown() -> None:

@@ -47,7 +47,7 @@ def test_a_file_becomes_a_table_that_the_configuration_holds(tmp_path: Path) -> 
     assert config.alpha == AlphaTable("alpha-head.json", "head", tuple(map(tuple, ROWS)), (0, 1, 2))
     text = f"alpha-head.json@{config.alpha.digest}"
     assert config.label() == f"snapkv:two-stage(alpha={text}) b=20 w=6 query"
-    assert (config.flat()["selection_alpha"], config.words()["alpha"]) == (text, f"a={text}")
+    assert (config.flat()["selection_alpha"], config.label_parts()["alpha"]) == (text, f"a={text}")
     assert config.mean_alpha == pytest.approx(sum(map(sum, ROWS)) / 12)
 
 
@@ -74,9 +74,9 @@ def test_files_of_one_name_are_told_apart_and_one_table_is_not_taken_twice() -> 
     assert str(first) != str(second) and str(first).startswith("a.json@")
     assert first.digest == table(HEAD, "b.json").digest
     model = type("Config", (), {"num_hidden_layers": 3, "num_attention_heads": 4})()
-    alpha_table.check([first, second, 0.25, first], model)
+    alpha_table.check_tables([first, second, 0.25, first], model)
     with pytest.raises(ConfigError, match="a.json and b.json hold one table of alpha; give one of them"):
-        alpha_table.check([first, table(HEAD, "b.json")], model)
+        alpha_table.check_tables([first, table(HEAD, "b.json")], model)
 
 
 def test_a_label_names_the_file_and_what_has_to_be_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_heads_that_share_a_kept_set_take_their_mean() -> None:
     assert of(table(HEAD), granularity="kv").alphas(1, 2) == (0.35, 0.7)
     assert of(table(HEAD), granularity="layer").alphas(1, 2) == (0.525, 0.525)
     assert of(table(HEAD)).alphas(2, 4) == (0.5, 0.5, 0.25, 0.0)
-    assert table({**HEAD, "alpha": [[0.1] * 3, [0.3] * 3, [0.7] * 3]}).of(1, 1) == (0.3,)
+    assert table({**HEAD, "alpha": [[0.1] * 3, [0.3] * 3, [0.7] * 3]}).per_kept_set(1, 1) == (0.3,)
 
 
 BAD: dict[str, tuple[object, str]] = {
@@ -199,8 +199,8 @@ def test_a_table_of_another_model_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="expected shares of layers 0-2 and 6 heads, .* got those of layers 0-2 and 4"
     ):
-        alpha_table.check([table(HEAD)], heads)
-    alpha_table.check([table(LAYER), table(GLOBAL)], heads)
+        alpha_table.check_tables([table(HEAD)], heads)
+    alpha_table.check_tables([table(LAYER), table(GLOBAL)], heads)
     for document in (HEAD, LAYER, {**GLOBAL, "layers": [0, 1, 2]}):
         with pytest.raises(ConfigError, match="expected shares of layers 0-1.* got those of layers 0-2"):
-            alpha_table.check([table(document)], layers)
+            alpha_table.check_tables([table(document)], layers)

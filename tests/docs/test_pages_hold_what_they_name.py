@@ -125,7 +125,7 @@ def test_the_page_on_usage_holds_every_policy_as_it_is_listed() -> None:
     expected = set()
     for policy in registry.known():
         own = ", ".join(f"`{name}`" for name in policy.options() if name not in ("pool", "kernel"))
-        expected.add(f"| `{policy.name}` | {policy.summed_up()} | {policy.budgets} | {own} |")
+        expected.add(f"| `{policy.name}` | {policy.summary_line()} | {policy.budgets} | {own} |")
     assert policy_rows((ROOT / "docs" / "usage.md").read_text()) == expected
     assert policy_rows("| `a` | b | by head | `c` |\n| d | e | uniform | |\n") == {"| `a` | b | by head | `c` |"}
 

@@ -157,7 +157,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
-        if not all(config.evicts_alone for config in configs):
+        if not all(config.only_evicts for config in configs):
             arrays |= {"held_bytes": draw.uniform(100, 600, len(configs)), "full_bytes": np.asarray(1000.0)}
             arrays["evicted"] = np.array([config.budget.value != 1 for config in configs], dtype=np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))

@@ -17,7 +17,7 @@ from kvpress.presses.fastkvzip_press import FastKVzipGate
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
 from transformers import DynamicCache
 
-from perturbkv.errors import ConfigError, PerturbkvError, UnreadableError
+from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.variants import presses as running
@@ -112,7 +112,7 @@ def test_what_changes_keys_or_values_is_found_without_the_list(
     name: str, said: str, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presses, "REFUSED", {})
-    with pytest.raises(UnreadableError, match=said):
+    with pytest.raises(UnreadableCacheError, match=said):
         kept(adapter, name + WRITTEN[name])
 
 
@@ -124,7 +124,7 @@ def test_what_decodes_otherwise_is_refused_where_it_is_a_parameter(adapter: Adap
 
 
 def test_a_replay_that_stays_in_the_cache_is_unreadable(adapter: Adapter) -> None:
-    with pytest.raises(UnreadableError, match="'KVComposePress': layer 0 keeps 512 entries, more than the 256"):
+    with pytest.raises(UnreadableCacheError, match="'KVComposePress': layer 0 keeps 512 entries, more than the 256"):
         kept(adapter, "KVComposePress(structured=false)")
 
 

@@ -42,7 +42,7 @@ PROMPT = Prompt("s", token_ids(TOKENS, seed=5), 0, question_tokens=9)
 
 def measured(adapter: Adapter, configs: tuple[pk.EvictionConfig, ...], **run: Any) -> pk.Trace:
     asked = RunConfig("m", "d", configs, samples=1, **run)
-    return pk.Trace.of(asked, [trace_sample(adapter, PROMPT, asked)], {})
+    return pk.Trace.from_samples(asked, [trace_sample(adapter, PROMPT, asked)], {})
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["MHA", "GQA"])
@@ -250,7 +250,7 @@ def test_python_measures_and_generates(model: Path) -> None:
     prompts = [pk.Prompt.from_text("The quick brown fox jumps over the lazy dog. " * 4, loaded, "Where does it jump?")]
     configs = pk.grid(48, policy=("snapkv", "kvpress:AdaKVPress(SnapKVPress(window_size=16))"), granularity="kv")
     trace = pk.measure(loaded, prompts, configs, progress=False)
-    assert [config.given for config in trace.run.configs] == [False, True]
+    assert [config.is_external for config in trace.run.configs] == [False, True]
     np.testing.assert_allclose(trace.arrays["held_share"][0], trace.arrays["held_share"][0, 0])
     again = pk.measure(loaded, prompts, configs, progress=False)
     np.testing.assert_array_equal(trace.arrays["kept_code"], again.arrays["kept_code"])

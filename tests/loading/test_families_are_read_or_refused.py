@@ -34,9 +34,9 @@ def test_every_alias_has_the_shapes_of_its_family(alias: str) -> None:
 
 
 def test_the_layers_of_gemma_that_see_everything_are_every_sixth() -> None:
-    assert layer_types.told(open_model("random:gemma-3-270m").config) == "5 11 17 of 18"
-    assert layer_types.told(open_model("random:gemma-3-1b").config) == "5 11 17 23 of 26"
-    assert layer_types.told(open_model("random:llama-3.1-8b").config) == ""
+    assert layer_types.format_measured(open_model("random:gemma-3-270m").config) == "5 11 17 of 18"
+    assert layer_types.format_measured(open_model("random:gemma-3-1b").config) == "5 11 17 23 of 26"
+    assert layer_types.format_measured(open_model("random:llama-3.1-8b").config) == ""
 
 
 @pytest.mark.parametrize(

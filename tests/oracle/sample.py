@@ -68,9 +68,9 @@ class Reference:
 
         Where the prompt is read along lines, what its last query looks at.
         """
-        if config.lined:
+        if config.has_sparse_prefill:
             return [tuple(own.seen(self.n - 1) for own in one) for one in self.lines(layer, config)]  # type: ignore[misc]
-        return self.read_at(layer, config, step) if config.reads else self._kept(layer, config)
+        return self.read_at(layer, config, step) if config.reads_pages else self._kept(layer, config)
 
     @functools.cache  # noqa: B019
     def read_at(self, layer: int, config: EvictionConfig, step: int) -> list[tuple[list[int], list[int]]]:
@@ -168,7 +168,7 @@ class Reference:
 
     def decoded(self, config: EvictionConfig) -> list[Step]:
         """The same with the question's own steps, of the tokens that there are now."""
-        if config.lined:
+        if config.has_sparse_prefill:
             decoder = self.read_along(config).copy()
             return [decoder.step(token) for token in (*self.ids[self.n :], *self.tokens[: self.run.steps])]
         decoder = self.read().copy()
@@ -186,7 +186,7 @@ class Reference:
 
     def _seen(self, layer: int, config: EvictionConfig, mask: np.ndarray) -> np.ndarray | Chosen:
         """The mask of a step, or what makes it of the step's own query."""
-        if not config.reads:
+        if not config.reads_pages:
             return mask
 
         def chosen(query: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
 def test_what_is_advised_for_memory_makes_it_fit() -> None:
     whole = make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), kept=True)
     needed = footprint.memory_bytes(whole)
-    assert len(whole.batches.places) == 1, "all at once, unless a bound is given"
+    assert len(whole.batches.indices) == 1, "all at once, unless a bound is given"
     (size, dtype) = footprint.suggest_options(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
     bound = parse_size("--max-memory", size.split()[1])

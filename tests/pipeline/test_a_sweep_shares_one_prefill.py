@@ -257,11 +257,11 @@ def test_batches_hold_every_configuration_once_inside_the_bound(budgets: list[in
     sizes = [SHAPE.row_bytes(config, 500, 2, 2) for config in configs]
     bound = int(max(sizes) * room)
     planned = plan_batches(configs, SHAPE, 500, 2, 2, bound)
-    assert sorted(place for batch in planned.places for place in batch) == list(range(len(configs)))
-    held = [sum(sizes[place] for place in batch) for batch in planned.places]
+    assert sorted(place for batch in planned.indices for place in batch) == list(range(len(configs)))
+    held = [sum(sizes[place] for place in batch) for batch in planned.indices]
     assert max(held) == planned.largest_bytes <= bound
-    assert planned.rows == 1 + max(map(len, planned.places))
-    assert max(map(len, planned.places)) - min(map(len, planned.places)) <= 1
+    assert planned.rows == 1 + max(map(len, planned.indices))
+    assert max(map(len, planned.indices)) - min(map(len, planned.indices)) <= 1
 
 
 def test_a_bound_that_one_configuration_exceeds_is_refused_with_what_it_takes() -> None:

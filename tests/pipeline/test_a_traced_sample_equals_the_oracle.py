@@ -60,7 +60,7 @@ def test_the_cache_holds_each_set_once_per_key_value_head(case: tuple[SampleTrac
         stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
         held = sum(len(kept) for layer in sets for kept, _ in layer) * stored / len(sets[0])
         assert sample.arrays["held_share"][index] == pytest.approx(held / (layers * kv_heads * reference.n))
-    copied = [index for index, config in enumerate(reference.run.configs) if not config.reads]
+    copied = [index for index, config in enumerate(reference.run.configs) if not config.reads_pages]
     assert sample.arrays["cache_bytes"] - sample.arrays["cache_padding_bytes"] == pytest.approx(
         sample.arrays["held_share"][copied].sum() * layers * kv_heads * reference.n * 2 * reference.decoder.d_head * 8
     )
@@ -78,13 +78,13 @@ def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) 
         gone, sharing = [reference.n - len(kept) for one in sets for kept, _ in one], len(sets[0]) // stored
         bits = [b + correction.bits(flat(config).mass, g, sharing, d_head) for b, g in zip(bits, gone, strict=True)]
         whole = layers * kv_heads * 4 * d_head * (reference.n + len(pages.page_table(flat(config), reference.n)))
-        expected = whole if config.reads else sum(bits) * stored / len(sets[0]) / 8
+        expected = whole if config.reads_pages else sum(bits) * stored / len(sets[0]) / 8
         assert sample.arrays["held_bytes"][index] == expected
 
 
 def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:
     sample, reference = case
-    evicts = [index for index, config in enumerate(reference.run.configs) if config.evicts_alone]
+    evicts = [index for index, config in enumerate(reference.run.configs) if config.only_evicts]
     moved, theta, hat, relaxed = (
         sample.arrays[name][evicts] for name in ("perturbation_isolated", "theta", "theta_hat", "theta_hat_relax")
     )

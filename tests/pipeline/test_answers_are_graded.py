@@ -161,7 +161,7 @@ def test_without_accepted_answers_nothing_is_graded(answers: tuple[str, ...], sc
 def test_analyses_take_the_scores_of_a_trace() -> None:
     prompts = [replace(PROMPT, sample_id=name, answers=("red", "green two")) for name in ("a", "b")]
     run = RunConfig("m", "d", CONFIGS, generate=8, samples=2)
-    made = Trace.of(run, [trace_sample(speaking(), prompt, run) for prompt in prompts], {})
+    made = Trace.from_samples(run, [trace_sample(speaking(), prompt, run) for prompt in prompts], {})
     found = scores(made, "quality")
     np.testing.assert_array_equal(found.evicted, made.arrays["score"])
     np.testing.assert_array_equal(found.full, made.arrays["score_full"])

@@ -116,7 +116,7 @@ def test_what_holds_no_copies_goes_in_fewer_batches() -> None:
     shape = Shape(3, 4, 2, 64, 256, 100, itemsize=4, weights_bytes=2_000_000)
     many = CONFIGS * 8
     held, places = (plan_batches(many, shape, 400, 1, 1, None, passing=each) for each in (False, True))
-    assert len(places.places) < len(held.places)
+    assert len(places.indices) < len(held.indices)
     assert places.largest_bytes <= places.bound_bytes == held.bound_bytes
     sizes = [shape.row_bytes(config, 400, 1, 1, passing=True) for config in many]
     assert min(sizes) >= 12 * 3 * 2 * min(config.kept_entries(400) for config in many)

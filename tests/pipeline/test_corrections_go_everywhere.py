@@ -56,7 +56,7 @@ class World:
         return make_stand_in(whole, self.query, self.keys, self.values, self.gone, SCALE)
 
     def full(self, query: Tensor) -> Tensor:
-        return theory.attended(query, self.keys, self.values, SCALE)
+        return theory.attention_output(query, self.keys, self.values, SCALE)
 
     def layer(self, stand_ins: Mapping[int, StandIn]) -> CompactLayer:
         """Three rows of the same kept entries, and the last entry decoded in each."""

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from perturbkv.cache import external_cache
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
-from perturbkv.errors import UnreadableError
+from perturbkv.errors import UnreadableCacheError
 from tests.support.models import tiny_adapter, token_ids
 
 HEADS, N, D = 2, 40, 8
@@ -170,7 +170,7 @@ def test_lengths_that_the_cache_denies_are_unreadable() -> None:
     full = whole()
     uneven = [tuple(kind[:, :, : 12 - place] for kind in layer) for place, layer in enumerate(full)]
     assert [len(layer.positions[0]) for layer in recover(cache_of(uneven), full)] == [12, 11, 10]  # type: ignore[arg-type]
-    with pytest.raises(UnreadableError, match="says 12 entries in every layer, and layer 1 holds 11"):
+    with pytest.raises(UnreadableCacheError, match="says 12 entries in every layer, and layer 1 holds 11"):
         recover(cache_of(uneven, OneLength), full)  # type: ignore[arg-type]
 
 
@@ -210,6 +210,6 @@ def test_what_cannot_be_read_is_said_in_one_line() -> None:
         (full, 1, "row 1 of a batch was asked for, and layer 0 holds 1"),
     ]
     for cache, row, reason in cases:
-        with pytest.raises(UnreadableError, match=reason) as caught:
+        with pytest.raises(UnreadableCacheError, match=reason) as caught:
             recover(cache, full, row)  # type: ignore[arg-type]
         assert str(caught.value).startswith("unreadable cache: ") and "\n" not in str(caught.value)

@@ -72,7 +72,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def lined_of(reference: Reference) -> list[tuple[int, EvictionConfig]]:
-    return [(place, config) for place, config in enumerate(reference.run.configs) if config.lined]
+    return [(place, config) for place, config in enumerate(reference.run.configs) if config.has_sparse_prefill]
 
 
 def test_what_the_last_query_looks_at_is_stored(case: Case) -> None:

@@ -144,7 +144,7 @@ def test_the_models_own_cache_holds_windows_and_nothing_behind_them(family: str)
         assert layer.keys.shape[2] == length
         assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * layer.keys.itemsize
         assert layer.get_seq_length() == N
-    shape = Shape.of(adapter.config, 4, 0)
+    shape = Shape.from_config(adapter.config, 4, 0)
     held = [layer.keys.nbytes + layer.values.nbytes for layer in before.cache.layers]
     assert 0 <= shape.full_cache_bytes(N) - sum(held) <= 2 * 2 * 2 * 8 * 4  # a window counts its query's own entry
 

@@ -23,7 +23,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.variants import mixtures as swapping
 from perturbkv.pipeline.variants.mixtures import MixtureSample
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.storage.patching_file import SwapRow, SwapStore
+from perturbkv.storage.patching_file import PatchingRow, PatchingStore
 from perturbkv.trace import Trace
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder
@@ -49,7 +49,7 @@ class Case:
         self.adapter, self.scenario = adapter_of(), scenario
         configs = sides(granularity, policy)
         run = RunConfig("m", "d", configs, samples=1, steps=STEPS, scenario=scenario)
-        self.trace = Trace.of(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
+        self.trace = Trace.from_samples(run, [trace_sample(self.adapter, PROMPTS[0], run)], {})
         self.sample = MixtureSample(self.adapter, PROMPTS[0], ResolvedRun.from_run(run), Resources(), ROWS)
         self.ends = [Mixture.of_layers(LAYERS, self.sample.kept_heads, range(side * LAYERS)) for side in (0, 1)]
 
@@ -143,7 +143,7 @@ def test_a_mixture_is_what_the_oracle_decodes_from_mixed_masks(case: Case) -> No
                 check_step(case, row, step, full.step(token), found)
 
 
-def check_step(case: Case, row: SwapRow, step: int, full: object, found: object) -> None:
+def check_step(case: Case, row: PatchingRow, step: int, full: object, found: object) -> None:
     """One step's drift, KL and heads against what the oracle decoded."""
     drift = theory.l1(full.hidden[-1] - found.hidden[-1])  # type: ignore[attr-defined]
     assert row.values["drift"][step] == pytest.approx(drift, rel=1e-6)
@@ -241,9 +241,9 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
     asked: dict[str, Any] = {"question": question, "progress": False}
     monkeypatch.setattr(swapping, "MOST_ROWS", 3)
     undisturbed = pk.patching(small(), PROMPTS, *sides("query"), path=tmp_path / "one.jsonl", **asked)
-    path, keep, left = tmp_path / "two.jsonl", SwapStore.keep, [batches]
+    path, keep, left = tmp_path / "two.jsonl", PatchingStore.add, [batches]
 
-    def dying(store: SwapStore, *told: Any) -> None:
+    def dying(store: PatchingStore, *told: Any) -> None:
         if left[0] == 0:
             with path.open("a") as stream:
                 stream.write('{"sample": "s1", "rows": [{"mix')  # what a killed process was writing
@@ -252,7 +252,7 @@ def test_a_call_that_was_killed_goes_on_and_gives_the_same(
         keep(store, *told)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SwapStore, "keep", dying)
+        patched.setattr(PatchingStore, "add", dying)
         with pytest.raises(Killed):
             pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)
     again = pk.patching(small(), PROMPTS, *sides("query"), path=path, **asked)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def raised_by(work: Any) -> str:
-    with pytest.raises(NoMemoryError) as raised, memory.told("take less"):
+    with pytest.raises(NoMemoryError) as raised, memory.translate_allocation_errors("take less"):
         work()
     return str(raised.value)
 
@@ -46,14 +46,14 @@ def test_what_a_gpu_says_is_told_with_the_size() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("x"), OSError(2, "No such file")])
 def test_every_other_error_passes(error: Exception) -> None:
-    with pytest.raises(type(error), match=str(error.args[-1])), memory.told():
+    with pytest.raises(type(error), match=str(error.args[-1])), memory.translate_allocation_errors():
         raise error
 
 
 def test_free_memory_is_that_of_the_machine_at_most() -> None:
     import psutil
 
-    assert 0 < memory.free(CPU) <= psutil.virtual_memory().total + psutil.swap_memory().total
+    assert 0 < memory.free_bytes(CPU) <= psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 def test_what_a_system_does_not_show_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_what_a_system_does_not_show_is_no_limit(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("psutil.swap_memory", hidden)
     monkeypatch.setattr(memory, "_LIMITS", (tmp_path / "none", tmp_path))
-    assert memory.free(CPU) > 0
+    assert memory.free_bytes(CPU) > 0
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
@@ -71,7 +71,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     files = open_model(str(model_folder(tmp_path / "model")))
     needed = files.parameters() * 4
     monkeypatch.setattr(loading, "_read_weights", lambda *asked: pytest.fail("read"))
-    monkeypatch.setattr(memory, "free", lambda device: needed - 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
     with pytest.raises(NoMemoryError, match="the weights of model .* are free on cpu; a smaller model or --dtype"):
         load_weights(files, torch.float32, CPU)
 
@@ -79,7 +79,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 def test_weights_that_just_fit_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = str(model_folder(tmp_path / "model"))
     needed = open_model(name).parameters() * 4
-    monkeypatch.setattr(memory, "free", lambda device: needed)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
     load_model(name, "float32", "cpu")
 
 

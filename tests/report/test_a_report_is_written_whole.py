@@ -106,7 +106,7 @@ def test_a_page_that_cannot_be_made_leaves_no_file(tmp_path: Path, monkeypatch: 
 
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
-    failed = Trace.of(run_config(1), [FailedSample("f", "NaN")], {"model": "m"})
+    failed = Trace.from_samples(run_config(1), [FailedSample("f", "NaN")], {"model": "m"})
     measured = KNOWN.save(tmp_path / "t.h5")
     cases: list[tuple[Any, type[Exception], str]] = [
         ((), ConfigError, "expected a trace or several for a report, got none"),

@@ -14,7 +14,7 @@ from perturbkv.errors import TraceError
 from perturbkv.reporting.facts import answers
 from perturbkv.reporting.page_blocks import Payload
 from perturbkv.reporting.payload import payload
-from perturbkv.schema import MEASURED, TEXT, VARIABLES
+from perturbkv.schema import MEASURED_LAYERS, TEXT, VARIABLES
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.decoded import array, bundle, inflated, text, trace_of
@@ -194,7 +194,7 @@ def test_where_nothing_went_the_distance_of_what_went_is_not_defined() -> None:
 
 
 def test_layers_have_their_own_names_where_some_were_measured() -> None:
-    trace = dataclasses.replace(small(), attrs={MEASURED: "5 11 of 18"})
+    trace = dataclasses.replace(small(), attrs={MEASURED_LAYERS: "5 11 of 18"})
     told = everything_decodes(payload([trace]))
     assert told["layers"] == [5, 11] and ["Layers", "5 11 of 18 measured"] in told["facts"]
 

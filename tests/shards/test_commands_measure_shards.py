@@ -12,7 +12,7 @@ from perturbkv.configs.run import Shard
 from perturbkv.engines import engine_choice
 from perturbkv.pipeline.run import running, sharding
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.shards import beside
+from perturbkv.storage.run.shards import find_shards
 from tests.support.asked import instead, refused
 from tests.support.sharded import assert_same_trace
 
@@ -51,7 +51,7 @@ def test_the_same_command_without_a_shard_measures_the_rest_alone(
     assert "shard 1/2 is done: 1 sample; 1 of 2 shards are there; perturbkv merge t.h5 joins" in " ".join(
         ran.out.split()
     )
-    (held,) = beside(Path("t.h5"))
+    (held,) = find_shards(Path("t.h5"))
     with Lock(held.path):
         refused(perturbkv("trace", *tiny, "-o", "t.h5", "--shard", "1/2"), "t.h5.shard-1-of-2 for this command alone")
     with Lock(Path("t.h5")):
@@ -111,7 +111,7 @@ def test_a_dry_run_tells_the_share_and_leaves_nothing(perturbkv: Run, tiny: list
 def test_a_command_line_is_told_with_another_shard_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (["trace", "--shard", "3/16", "-o", "a b.h5"], ["trace", "--shard=3/16", "-o", "a b.h5"]):
         command = shard_command(words)
-        assert command.measuring(Shard(1, 16)) == "perturbkv trace --shard 1/16 -o 'a b.h5'"
+        assert command.for_shard(Shard(1, 16)) == "perturbkv trace --shard 1/16 -o 'a b.h5'"
         assert command.without_shard() == "perturbkv trace -o 'a b.h5'"
 
 

@@ -16,7 +16,7 @@ from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.variants import sparse_prefill
 from perturbkv.schema import ANSWER_TEXT, KEPT, SUMS
 from perturbkv.selection.policies import registry
-from perturbkv.storage.run.merge import _FLOORS
+from perturbkv.storage.run.sample_parts import _FLOORS
 from perturbkv.trace import Trace
 from tests.support.alike import assert_close_where_rounded
 from tests.support.models import tiny_adapter

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from perturbkv.configs.run import Shard
-from perturbkv.errors import ConfigError, HeldError, OutputError, TraceError, UnknownNameError
+from perturbkv.errors import ConfigError, LockedOutputError, OutputError, TraceError, UnknownNameError
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.joining import ShardWriter, done, join, merge, taken_over
 from perturbkv.storage.run.journal import journal_path
-from perturbkv.storage.run.shards import beside
+from perturbkv.storage.run.shard_merging import ShardWriter, measured_shards, merge, merge_shards, resumable_shards
+from perturbkv.storage.run.shards import find_shards
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
@@ -90,7 +90,7 @@ def test_a_damaged_sample_makes_its_shard_a_missing_one_which_measures_it_again(
     path = tmp_path / "t.h5"
     for shard in ("1/2", "2/2"):
         measure_shard(path, shard)
-    next(beside(path)[1].journal.folder.glob("*.npz")).write_bytes(b"damaged")
+    next(find_shards(path)[1].journal.folder.glob("*.npz")).write_bytes(b"damaged")
     with pytest.raises(TraceError, match="got 1: 2/2 is missing; this measures 2/2"):
         merge(path)
     measure_shard(path, "2/2")
@@ -112,7 +112,7 @@ def test_a_shard_that_does_not_say_of_which_run_it_is_is_measured_again(
 ) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "1/1")
-    damage(beside(path)[0].journal.folder)
+    damage(find_shards(path)[0].journal.folder)
     with pytest.raises(TraceError, match="t.h5.shard-1-of-1.journal, which does not say of which"):
         merge(path)
     measure_shard(path, "1/1")
@@ -124,8 +124,8 @@ def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "1/2")
     measure_shard(path, "2/2")
-    (beside(path)[0].journal.folder / "thesis.tex").touch()
-    for attempt in (lambda: merge(path), lambda: taken_over(path, record("1/2").run, True, False)):
+    (find_shards(path)[0].journal.folder / "thesis.tex").touch()
+    for attempt in (lambda: merge(path), lambda: resumable_shards(path, record("1/2").run, True, False)):
         with pytest.raises(OutputError, match="expected a run's journal at .*shard-1-of-2.journal, got .*thesis.tex"):
             attempt()
     assert not path.exists()
@@ -150,10 +150,10 @@ def test_shards_of_another_run_are_refused(tmp_path: Path, other: dict[str, obje
     asked = {"shard": "1/2", **other}
     with pytest.raises(OutputError, match=rf"expected shards of one run beside .*, got .* {words}"):
         measure_shard(path, **asked)
-    assert len(beside(path)) == 1
+    assert len(find_shards(path)) == 1
     apart.parent.mkdir()
     measure_shard(apart, **asked)
-    shutil.copytree(beside(apart)[0].journal.folder, path.parent / beside(apart)[0].journal.folder.name)
+    shutil.copytree(find_shards(apart)[0].journal.folder, path.parent / find_shards(apart)[0].journal.folder.name)
     with pytest.raises(OutputError, match="expected shards of one run beside .*/t.h5, got "):
         merge(path)
 
@@ -164,16 +164,16 @@ def test_overwriting_replaces_the_shards_of_another_run_and_keeps_those_of_this(
     for shard in ("1/3", "2/3"):
         measure_shard(path, shard, run=other)
     ShardWriter(path, record("1/2"), {}, overwrite=True)
-    assert [str(one.shard) for one in beside(path)] == ["1/2"]
+    assert [str(one.shard) for one in find_shards(path)] == ["1/2"]
     ShardWriter(path, record("2/2"), {}, overwrite=True)
-    assert [str(one.shard) for one in beside(path)] == ["1/2", "2/2"]
+    assert [str(one.shard) for one in find_shards(path)] == ["1/2", "2/2"]
 
 
 def test_a_run_without_shards_takes_what_they_hold(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "1/4")
     measure_shard(path, "2/4")
-    shards = taken_over(path, record("1/4").run, False, False)
+    shards = resumable_shards(path, record("1/4").run, False, False)
     run, journals = record("1/4").run, [one.journal for one in shards]
     writer = TraceWriter(path, run, SAMPLES, {"model": "m"}, texts={}, shards=journals)
     assert list(writer.missing()) == ["s2", "s3"], "s0, s4 and s1 are there"
@@ -181,7 +181,7 @@ def test_a_run_without_shards_takes_what_they_hold(tmp_path: Path) -> None:
     writer.append(FailedSample(FAILED, "it broke"))
     writer.finish()
     assert_same_trace(path, in_one_process(tmp_path / "one.h5"))
-    assert beside(path) == []
+    assert find_shards(path) == []
 
 
 def test_shards_add_to_a_trace_and_to_a_run_that_was_killed(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_sample_that_failed_is_measured_again_by_its_shard_alone(tmp_path: Pat
 def test_a_whole_trace_is_left_as_it_is_and_nothing_is_nothing(tmp_path: Path) -> None:
     path = in_one_process(tmp_path / "t.h5")
     stamp = path.stat().st_mtime_ns
-    assert join(path) == 0
+    assert merge_shards(path) == 0
     assert path.stat().st_mtime_ns == stamp
     with pytest.raises(TraceError, match="expected a trace file at .*nothing.h5, got nothing"):
         merge(tmp_path / "nothing.h5")
@@ -224,8 +224,10 @@ def test_a_shard_that_is_written_is_not_joined_nor_taken(tmp_path: Path, caplog:
     measure_shard(path, "1/2")
     writer = ShardWriter(path, record("2/2"), {})
     with Lock(writer.shard.path):
-        for attempt in (lambda: merge(path), lambda: taken_over(path, record("1/2").run, False, False)):
-            with pytest.raises(HeldError, match=r"shard-2-of-2 for this command alone, got it held by process \d+"):
+        for attempt in (lambda: merge(path), lambda: resumable_shards(path, record("1/2").run, False, False)):
+            with pytest.raises(
+                LockedOutputError, match=r"shard-2-of-2 for this command alone, got it held by process \d+"
+            ):
                 attempt()
 
 
@@ -237,9 +239,9 @@ def test_a_shard_that_begins_again_and_lacks_nothing_is_done_all_the_time(tmp_pa
     for shard in ("2/3", "3/3"):
         again = ShardWriter(path, record(shard, attrs={"model": "on another machine"}), {})
         assert again.missing() == {}
-        assert done(path, first) == first.shards()
+        assert measured_shards(path, first) == first.shards()
     assert list(ShardWriter(path, first, {}).missing()) == [FAILED]
-    assert done(path, first) == first.shards()[1:]
+    assert measured_shards(path, first) == first.shards()[1:]
 
 
 def test_text_is_in_all_shards_or_added(tmp_path: Path) -> None:
@@ -279,10 +281,10 @@ def test_what_processes_say_of_themselves_is_told_of_all(tmp_path: Path) -> None
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     measure_shard(tmp_path / "t.h5", "2/3", "configs", text=True)
-    assert beside(tmp_path / "t.h5")[0].record() == record("2/3", "configs", text=True)
-    assert beside(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), text=False)
+    assert find_shards(tmp_path / "t.h5")[0].record() == record("2/3", "configs", text=True)
+    assert find_shards(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), text=False)
 
 
 def test_a_folder_that_spells_a_shard_otherwise_is_none(tmp_path: Path) -> None:
     (tmp_path / "t.h5.shard-01-of-2.journal").mkdir()
-    assert beside(tmp_path / "t.h5") == []
+    assert find_shards(tmp_path / "t.h5") == []

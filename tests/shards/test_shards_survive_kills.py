@@ -11,8 +11,8 @@ import pytest
 
 from perturbkv.errors import TraceError
 from perturbkv.storage.run import writer
-from perturbkv.storage.run.joining import merge
-from perturbkv.storage.run.shards import beside
+from perturbkv.storage.run.shard_merging import merge
+from perturbkv.storage.run.shards import find_shards
 from tests.store.test_growing_survives_kills import KilledError, killed_at, left_on_disk
 from tests.support.sharded import FEW, assert_same_trace, in_one_process, measure_shard
 
@@ -88,7 +88,7 @@ def test_a_shard_killed_at_its_operations_goes_on_with_the_same_command(tmp_path
         if (state := left_on_disk(path.parent)) not in states:
             states.add(state)
             _forget_locks(path.parent)
-            if not all(one.is_done() for one in beside(path)) or len(beside(path)) < COUNT:
+            if not all(one.is_done() for one in find_shards(path)) or len(find_shards(path)) < COUNT:
                 with pytest.raises(TraceError, match="got 1: 1/2 is missing; this measures 1/2: perturbkv trace"):
                     merge(path)
             measure_shard(path, ALL[0], **FEW)
@@ -101,7 +101,7 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import h5py, numpy as np
-from perturbkv.storage.run.joining import merge
+from perturbkv.storage.run.shard_merging import merge
 from tests.support.dying import dying
 from tests.support.sharded import FEW, measure_shard
 

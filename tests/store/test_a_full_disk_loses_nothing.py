@@ -112,7 +112,7 @@ def test_what_is_asked_for_at_least_is_no_more_than_the_file_takes(
     measured_run: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(trace_writing, "_check_room", lambda folder, needed: asked.append(needed))
+    monkeypatch.setattr(trace_writing, "_check_free_space", lambda folder, needed: asked.append(needed))
     tokens = sum(len(measured(name, CONFIGS).arrays["prompt_token"]) for name in measured_run.sample_ids)
     assert measured_run.finish().stat().st_size >= asked[0] >= 8 * tokens
 
@@ -228,5 +228,5 @@ def test_a_journal_in_which_no_sample_found_room_is_not_left(tmp_path: Path) -> 
             writer.append(sample_trace("s0"))
         else:
             Journal(journal_path(tmp_path / "t.h5")).begin(run_config(2))
-        writer.leave()
+        writer.abandon()
         assert journal_path(tmp_path / "t.h5").exists() == kept

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.errors import ConfigError, HeldError, OutputError
+from perturbkv.errors import ConfigError, LockedOutputError, OutputError
 from perturbkv.storage.output import Lock, OutputFile, OutputFolder, lock_path, resumable
 
 
@@ -45,11 +45,11 @@ def test_another_writer_is_known_before_and_while_the_claim_is_held(
 ) -> None:
     path, folder = tmp_path / "a", OutputFolder(tmp_path, wait=wait)
     claim = folder.claim(OutputFile(path), writer=path)
-    with Lock(path), pytest.raises(HeldError, match=advice):
+    with Lock(path), pytest.raises(LockedOutputError, match=advice):
         folder.claim(OutputFile(path), writer=path)
     with claim:
         assert lock_path(path).exists()
-        with pytest.raises(HeldError):
+        with pytest.raises(LockedOutputError):
             folder.claim(writer=path)
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perturbkv.errors import OutputError
-from perturbkv.storage.atomic_files import clear_leftovers, write_whole, written_whole
+from perturbkv.storage.atomic_files import atomic_path, clear_leftovers, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -18,13 +18,13 @@ def test_the_file_appears_when_it_is_complete_and_on_the_disk(tmp_path: Path, mo
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda opened: (done.append("fsync"), fsync(opened)))
     monkeypatch.setattr(os, "replace", lambda one, other: (done.append("rename"), replace(one, other)))
-    with written_whole(path) as beside:
+    with atomic_path(path) as beside:
         beside.write_text("all")
         assert not path.exists()
         assert beside.parent == path.parent
     assert done == ["fsync", "rename", "fsync"]  # the contents, then the folder
     assert path.read_text() == "all"
-    write_whole(path, lambda stream: stream.write(b"more"))
+    write_atomically(path, lambda stream: stream.write(b"more"))
     assert path.read_bytes() == b"more"
     assert names(path.parent) == ["a.txt"]
 
@@ -32,7 +32,7 @@ def test_the_file_appears_when_it_is_complete_and_on_the_disk(tmp_path: Path, mo
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("precious")
-    with pytest.raises(KeyboardInterrupt), written_whole(path) as beside:
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as beside:
         beside.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "precious"
@@ -41,11 +41,11 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_an_error_removes_the_folders_that_were_made(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "there" / "new" / "er" / "a.txt"):
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "there" / "new" / "er" / "a.txt"):
         raise KeyboardInterrupt
     assert names(tmp_path) == ["there"]
     assert names(tmp_path / "there") == []
-    with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "new" / "er" / "a.txt"):
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "new" / "er" / "a.txt"):
         (tmp_path / "new" / "another.txt").touch()
         raise KeyboardInterrupt
     assert names(tmp_path / "new") == ["another.txt"]
@@ -55,7 +55,7 @@ def test_a_place_that_cannot_be_written_is_known_before_any_work(tmp_path: Path)
     (tmp_path / "file").touch()
     worked = []
     for path in (tmp_path / "file" / "a.txt", tmp_path / ("n" * 255)):
-        with pytest.raises(OutputError, match="expected a place for"), written_whole(path):
+        with pytest.raises(OutputError, match="expected a place for"), atomic_path(path):
             worked.append(path)
     assert worked == []
 

@@ -16,7 +16,7 @@ import perturbkv
 from perturbkv import kept_codec
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace
-from tests.support.traces import decoded, sample_trace, write
+from tests.support.traces import decoded, encode_positions, sample_trace, write
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,26 +56,26 @@ def kept_sets(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 def test_every_set_is_its_shortest_code_and_comes_back(held: tuple[int, list[list[int]]]) -> None:
     tokens, sets = held
     counts = np.array([len(one) for one in sets])
-    code, lengths = kept_codec.of_positions(np.array(sum(sets, []), dtype=np.int32), counts, tokens)
+    code, lengths = encode_positions(np.array(sum(sets, []), dtype=np.int32), counts, tokens)
     offsets = np.cumsum(lengths) - lengths
     own = [code[begin : begin + length] for begin, length in zip(offsets, lengths, strict=True)]
     assert [one.tolist() for one in own] == [shortest(one, tokens) for one in sets]
     assert [decoded(one.tolist(), tokens) for one in own] == sets
-    assert [kept_codec.positions(one, tokens).tolist() for one in own] == sets
-    masks = kept_codec.masks(code, offsets, lengths, tokens)
+    assert [kept_codec.decode_positions(one, tokens).tolist() for one in own] == sets
+    masks = kept_codec.decode_masks(code, offsets, lengths, tokens)
     assert masks.shape == (len(sets), tokens)
     assert [np.flatnonzero(mask).tolist() for mask in masks] == sets
-    assert kept_codec.are_sound(code, offsets, lengths, counts, tokens)
-    assert not kept_codec.are_sound(code, offsets, lengths, counts + 1, tokens)
+    assert kept_codec.are_valid(code, offsets, lengths, counts, tokens)
+    assert not kept_codec.are_valid(code, offsets, lengths, counts + 1, tokens)
 
 
 def test_steps_of_the_work_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     sets = [np.sort(draw.choice(2000, count, replace=False)) for count in draw.integers(0, 400, 40)]
     counts = np.array([len(one) for one in sets])
-    whole = kept_codec.of_positions(np.concatenate(sets), counts, 2000)
+    whole = encode_positions(np.concatenate(sets), counts, 2000)
     monkeypatch.setattr(kept_codec, "_STEP_BYTES", 2000)
-    for found, expected in zip(kept_codec.of_positions(np.concatenate(sets), counts, 2000), whole, strict=True):
+    for found, expected in zip(encode_positions(np.concatenate(sets), counts, 2000), whole, strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -85,7 +85,7 @@ def test_a_position_takes_at_most_a_fifth_of_four_bytes_where_many_stay(share: f
     draw, tokens = np.random.default_rng(0), 32_768
     masks = np.packbits(draw.random((16, tokens)) < share, axis=1)
     counts = np.bitwise_count(masks).sum(axis=1).astype(np.int64)
-    code, _ = kept_codec.of_masks(masks, counts)
+    code, _ = kept_codec.encode_masks(masks, counts)
     each = len(code) / counts.sum()
     assert each <= (0.8 if share >= 0.2 else 1.1)
 

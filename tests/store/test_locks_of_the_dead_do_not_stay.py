@@ -8,8 +8,8 @@ import pytest
 
 from perturbkv.configs.run import Shard
 from perturbkv.storage.output import Lock, lock_path
-from perturbkv.storage.run.joining import join, taken_over
-from perturbkv.storage.run.shards import ShardJournal, clear_killed
+from perturbkv.storage.run.shard_merging import merge_shards, resumable_shards
+from perturbkv.storage.run.shards import ShardJournal, remove_stale_files
 from tests.support.growing import CONFIGS, fill, opened
 from tests.support.traces import run_config
 
@@ -25,18 +25,18 @@ def trace(tmp_path: Path) -> Path:
 
 def test_a_merge_killed_at_its_end_leaves_nothing_to_the_next(trace: Path) -> None:
     lock_path(trace).touch()
-    assert join(trace) == 0
+    assert merge_shards(trace) == 0
     assert list(trace.parent.iterdir()) == [trace]
 
 
 def test_a_run_without_shards_removes_the_locks_of_killed_ones(trace: Path) -> None:
-    assert taken_over(trace, run_config(3, configs=CONFIGS), overwrite=False, wait=False) == []
+    assert resumable_shards(trace, run_config(3, configs=CONFIGS), overwrite=False, wait=False) == []
     assert list(trace.parent.iterdir()) == [trace]
 
 
 def test_the_lock_of_a_living_shard_stays(trace: Path) -> None:
     with Lock(ShardJournal(trace, Shard(2, 3)).path) as held:
-        clear_killed(trace)
+        remove_stale_files(trace)
         assert set(trace.parent.iterdir()) == {trace, lock_path(held.path)}
         held.check()
 

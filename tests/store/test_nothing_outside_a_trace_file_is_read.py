@@ -12,13 +12,12 @@ import h5py
 import numpy as np
 import pytest
 
-from perturbkv import kept_codec
 from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import SampleTrace
 from tests.support.changed import AXES, Change, changing, refusal
-from tests.support.traces import run_config, sample_trace, write
+from tests.support.traces import encode_positions, run_config, sample_trace, write
 
 
 def linked(link: Any) -> Change:
@@ -97,7 +96,7 @@ def test_more_kept_entries_than_a_shape_may_have_unstored_are_read(tmp_path: Pat
     whole = sample_trace("s0", configs=2, layers=200, heads=250)
     count, shape = 200, (2, 200, 250)
     told = {"kept_count": np.full(shape, count), "prompt_tokens": np.asarray(8 * count)}
-    code, _ = kept_codec.of_positions(np.arange(count), np.array([count]), 8 * count)
+    code, _ = encode_positions(np.arange(count), np.array([count]), 8 * count)
     rows = {"kept_offset": np.arange(math.prod(shape)).reshape(shape) * count, "kept_length": np.full(shape, count)}
     code = np.tile(code, math.prod(shape))
     path = write(tmp_path / "t.h5", SampleTrace("s0", {**whole.arrays, **told, **rows, "kept_code": code}))

@@ -18,7 +18,7 @@ import pytest
 
 from perturbkv.errors import OutputError
 from perturbkv.storage import output
-from perturbkv.storage.output import SILENCE_S, Holder, Lock, check_free, drop_dead, lock_path
+from perturbkv.storage.output import SILENCE_S, Holder, Lock, check_free, lock_path, remove_stale_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDING = """
@@ -40,7 +40,7 @@ def held_by(path: Path, holder: Holder, silent_s: float = 0.0) -> Path:
 
 
 def elsewhere() -> Holder:
-    return replace(Holder.here(), host="another machine", token="theirs")
+    return replace(Holder.current(), host="another machine", token="theirs")
 
 
 def is_free(path: Path) -> bool:
@@ -81,7 +81,7 @@ def test_what_a_killed_process_held_is_free_at_once(tmp_path: Path) -> None:
 
 
 def test_a_process_that_has_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None:
-    held_by(tmp_path / "t.h5", replace(Holder.here(), started=Holder.here().started - 100, token="theirs"))
+    held_by(tmp_path / "t.h5", replace(Holder.current(), started=Holder.current().started - 100, token="theirs"))
     assert is_free(tmp_path / "t.h5")
 
 
@@ -95,13 +95,15 @@ def test_another_machine_is_believed_until_it_is_silent(tmp_path: Path) -> None:
 
 def test_a_machine_of_the_same_name_is_another_one(tmp_path: Path) -> None:
     """Its processes are not here, and yet they live."""
-    name, namespace, _ = Holder.here().host.split()
-    held_by(tmp_path / "t.h5", replace(Holder.here(), host=f"{name} {namespace} another-start", pid=2**22, token="a"))
+    name, namespace, _ = Holder.current().host.split()
+    held_by(
+        tmp_path / "t.h5", replace(Holder.current(), host=f"{name} {namespace} another-start", pid=2**22, token="a")
+    )
     assert not is_free(tmp_path / "t.h5")
 
 
 def test_a_clock_that_is_set_kills_no_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held_by(tmp_path / "t.h5", replace(Holder.here(), token="another lock of this process"))
+    held_by(tmp_path / "t.h5", replace(Holder.current(), token="another lock of this process"))
     created = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: created(process) + 3600)
     assert not is_free(tmp_path / "t.h5")
@@ -227,16 +229,16 @@ def test_a_folder_that_vanished_is_told_and_not_made_again(tmp_path: Path) -> No
 
 def test_the_lock_of_a_dead_process_alone_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
-    drop_dead(path)
+    remove_stale_lock(path)
     with Lock(path) as held:
-        drop_dead(path)
+        remove_stale_lock(path)
         held.check()
         assert not is_free(path)
     held_by(path, elsewhere())
-    drop_dead(path)
+    remove_stale_lock(path)
     assert lock_path(path).exists()
     lock_path(path).write_text("")
-    drop_dead(path)
+    remove_stale_lock(path)
     assert list(tmp_path.iterdir()) == []
 
 

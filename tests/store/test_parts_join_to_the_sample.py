@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import PREFILLS
-from perturbkv.storage.run.merge import code_bytes, join, joined_shapes, single_whole_part
+from perturbkv.storage.run.sample_parts import code_bytes, join_parts, merged_shapes, single_complete_part
 from perturbkv.trace import SampleTrace
 from tests.support.traces import cut, ragged, sample_trace
 
@@ -62,9 +62,9 @@ def test_any_split_in_any_order_joins_to_what_was_split(split, random, sharing: 
     wanted = random.sample(configs, len(configs))
     parts = quieter([cut(whole, part) for part in split], seed)
     labelled = [(part, names(part_configs)) for part, part_configs in zip(parts, split, strict=True)]
-    found = join(labelled, names(wanted))
+    found = join_parts(labelled, names(wanted))
     assert_equal(found, cut(whole, wanted))
-    shapes = joined_shapes([{name: array.shape for name, array in part.arrays.items()} for part in parts])
+    shapes = merged_shapes([{name: array.shape for name, array in part.arrays.items()} for part in parts])
     assert shapes == {name: array.shape for name, array in found.arrays.items()}
 
 
@@ -73,7 +73,7 @@ def test_equal_offsets_stay_equal_whatever_heads_share_them() -> None:
     lengths = np.array([[[3, 2], [3, 2]], [[2, 1], [1, 3]]])
     full = with_arrays(sample_trace(), kept_offset=places, kept_length=lengths, kept_count=lengths, kept_code=CODE[:6])
     other = ragged(cut(sample_trace(), [0]), seed=3)
-    found = join([(full, ["a", "b"]), (other, ["c"])], ["b", "c", "a"])
+    found = join_parts([(full, ["a", "b"]), (other, ["c"])], ["b", "c", "a"])
     offsets = found.arrays["kept_offset"]
     assert offsets[0].tolist() == [[0, 2], [2, 3]]
     assert offsets[2, :, 1].tolist() == [0, 0]  # b's first place
@@ -87,18 +87,18 @@ def test_equal_offsets_stay_equal_whatever_heads_share_them() -> None:
 
 def test_a_sample_in_one_part_is_not_copied_unless_it_has_to_be() -> None:
     whole = ragged(sample_trace(configs=3, steps=1, layers=2, heads=4), 1, 2)
-    assert single_whole_part([(whole, ["a", "b", "c"])], ["a", "b", "c"]) is whole
-    assert single_whole_part([(whole, ["a", "b", "c"])], ["b", "a", "c"]) is None
-    assert single_whole_part([(cut(whole, [0]), ["a"]), (cut(whole, [1, 2]), ["b", "c"])], ["a", "b", "c"]) is None
+    assert single_complete_part([(whole, ["a", "b", "c"])], ["a", "b", "c"]) is whole
+    assert single_complete_part([(whole, ["a", "b", "c"])], ["b", "a", "c"]) is None
+    assert single_complete_part([(cut(whole, [0]), ["a"]), (cut(whole, [1, 2]), ["b", "c"])], ["a", "b", "c"]) is None
     code = np.append(whole.arrays["kept_code"], CODE[:2])
-    assert single_whole_part([(with_arrays(whole, kept_code=code), ["a", "b", "c"])], ["a", "b", "c"]) is None
+    assert single_complete_part([(with_arrays(whole, kept_code=code), ["a", "b", "c"])], ["a", "b", "c"]) is None
 
 
 def test_bytes_that_are_no_heads_code_are_left_behind_and_not_counted() -> None:
     sample = sample_trace(configs=1, layers=1, heads=2)
     offsets, counts = np.array([[[4, 1]]]), np.array([[[2, 3]]])
     spread = with_arrays(sample, kept_offset=offsets, kept_length=counts, kept_count=counts, kept_code=CODE)
-    found = join([(spread, ["a"])], ["a"])
+    found = join_parts([(spread, ["a"])], ["a"])
     assert found.arrays["kept_code"].tolist() == [4, 5, 1, 2, 3]
     assert found.arrays["kept_offset"].tolist() == [[[0, 2]]]
     assert code_bytes(spread.arrays) == 5
@@ -108,7 +108,7 @@ def test_places_that_overlap_keep_what_each_of_them_holds() -> None:
     sample = sample_trace(configs=1, layers=1, heads=3)
     offsets, counts = np.array([[[0, 0, 1]]]), np.array([[[2, 3, 2]]])
     spread = with_arrays(sample, kept_offset=offsets, kept_length=counts, kept_count=counts, kept_code=CODE[:3])
-    found = join([(spread, ["a"])], ["a"])
+    found = join_parts([(spread, ["a"])], ["a"])
     assert found.arrays["kept_code"].tolist() == [0, 1, 0, 1, 2, 1, 2]
     assert found.arrays["kept_offset"].tolist() == [[[0, 2, 5]]]
     assert code_bytes(spread.arrays) == 7
@@ -120,7 +120,7 @@ def test_the_larger_noise_floor_the_sum_of_bytes_and_the_first_full_run_are_kept
     second = with_arrays(
         first, noise_floor=one + [[[1, -1], [-1, 1]]], cache_bytes=7, output_norm=first.arrays["output_norm"] + 1
     )
-    found = join([(with_arrays(first, cache_bytes=5), ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
+    found = join_parts([(with_arrays(first, cache_bytes=5), ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
     np.testing.assert_array_equal(found.arrays["noise_floor"], one + [[[1, 0], [0, 1]]])
     np.testing.assert_array_equal(found.arrays["output_norm"], first.arrays["output_norm"])
     assert found.arrays["cache_bytes"] == 12
@@ -132,7 +132,7 @@ def test_a_variable_that_a_part_lacks_is_left_out() -> None:
     second = with_arrays(second, **{name: first.arrays[name] for name in ("token_id", "prompt_tokens", "cut_tokens")})
     labels = ["a", "b", "c", "d"]
     for parts in ((first, second), (second, first)):
-        found = join([(part, labels[2 * place :][:2]) for place, part in enumerate(parts)], labels)
+        found = join_parts([(part, labels[2 * place :][:2]) for place, part in enumerate(parts)], labels)
         assert set(found.arrays) == {*second.arrays, *PREFILLS}, "what prefills took stays"
 
 
@@ -140,10 +140,10 @@ def test_what_prefills_took_is_filled_with_nothing() -> None:
     first, second = sample_trace(optional=True), sample_trace()
     same = {name: first.arrays[name] for name in ("token_id", "prompt_tokens", "cut_tokens")}
     first = with_arrays(first, prefill_seconds=np.array([1.5, np.nan]), prefill_seconds_full=np.array(0.5))
-    found = join([(with_arrays(second, **same), ["a", "b"]), (first, ["c", "d"])], ["c", "a", "b", "d"]).arrays
+    found = join_parts([(with_arrays(second, **same), ["a", "b"]), (first, ["c", "d"])], ["c", "a", "b", "d"]).arrays
     np.testing.assert_array_equal(found["prefill_seconds"], [1.5, np.nan, np.nan, np.nan])
     assert found["prefill_seconds_full"] == 0.5
-    without = join([(second, ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
+    without = join_parts([(second, ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
     assert set(PREFILLS).isdisjoint(without.arrays)
 
 
@@ -154,7 +154,7 @@ def test_parts_of_different_full_runs_are_refused(name: str) -> None:
     with pytest.raises(
         TraceError, match=f"full-cache run of 's0' .* got another {name}, .* another --output to measure all"
     ):
-        join([(first, ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
+        join_parts([(first, ["a", "b"]), (second, ["c", "d"])], ["a", "b", "c", "d"])
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_parts_of_different_full_runs_are_refused(name: str) -> None:
 )
 def test_parts_that_do_not_hold_each_configuration_once_are_refused(held: list[list[str]], wanted: list[str]) -> None:
     with pytest.raises(TraceError, match="every one of . configurations once"):
-        join([(sample_trace(), labels) for labels in held], wanted)
+        join_parts([(sample_trace(), labels) for labels in held], wanted)

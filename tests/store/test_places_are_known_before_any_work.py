@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from perturbkv.errors import OutputError
-from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.output import check_place
+from perturbkv.storage.atomic_files import write_atomically
+from perturbkv.storage.output import check_writable
 from perturbkv.storage.run.journal import journal_path
 from tests.support.growing import OLD, opened
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
-    check_place(tmp_path / "new" / "er" / "t.h5")
+    check_writable(tmp_path / "new" / "er" / "t.h5")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "t.h5").write_text("there")
-    check_place(tmp_path / "t.h5")
+    check_writable(tmp_path / "t.h5")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("t.h5", "there")]
 
 
@@ -42,7 +42,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     }
     for name, words in places.items():
         with pytest.raises(OutputError, match=words):
-            check_place(tmp_path / name)
+            check_writable(tmp_path / name)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["file", "folder", "loop", "nowhere", "pipe"]
 
@@ -52,13 +52,13 @@ def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "device").symlink_to("/dev/full")
     for name in ("pipe", "device"):
         with pytest.raises(OutputError, match="a device, a pipe or a loop"):
-            write_whole(tmp_path / name, lambda stream: stream.write(b"whole"))
+            write_atomically(tmp_path / name, lambda stream: stream.write(b"whole"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["device", "pipe"]
 
 
 def test_through_a_link_the_file_that_it_names_is_written(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "far" / "t.txt")
-    write_whole(tmp_path / "link", lambda stream: stream.write(b"whole"))
+    write_atomically(tmp_path / "link", lambda stream: stream.write(b"whole"))
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "far" / "t.txt").read_bytes() == b"whole"
     assert journal_path(tmp_path / "link") == tmp_path / "far" / "t.txt.journal"

@@ -96,7 +96,7 @@ def test_parts_of_a_trace_and_copies_in_memory_carry_it(tmp_path: Path) -> None:
     part = trace.sel(sample=["c", "a"], selection="two-stage")
     assert texts_of(part) == {name: pieces(SAID[name]) for name in ("c", "a")}
     assert texts_of(read_trace(part.save(tmp_path / "part.h5"))) == texts_of(part)
-    assert texts_of(Trace.of(RUN, samples(), {})) == texts_of(trace)
+    assert texts_of(Trace.from_samples(RUN, samples(), {})) == texts_of(trace)
 
 
 def test_a_journal_and_configurations_that_join_carry_it(tmp_path: Path) -> None:
@@ -113,15 +113,15 @@ def test_text_is_added_and_taken_out_without_a_number_changing(tmp_path: Path) -
     before = dict(read_trace(path).arrays)
     texts = {name: told(said) for name, said in SAID.items()}
     adding = TraceWriter(path, RUN, NAMES, {}, texts=texts)
-    assert (adding.changing_text(), list(adding.missing())) == (3, ["failed"])
+    assert (adding.count_text_changes(), list(adding.missing())) == (3, ["failed"])
     adding.append(FailedSample("failed", "broke"))
     trace = read_trace(adding.finish())
     held = dict(trace.arrays)
     assert texts_of(trace) == {**{name: pieces(said) for name, said in SAID.items()}, "failed": ""}
     again = TraceWriter(path, RUN, NAMES, {}, texts=texts)
-    assert again.changing_text() == 0
+    assert again.count_text_changes() == 0
     taking = TraceWriter(path, RUN, NAMES, {}, texts={})
-    assert taking.changing_text() == 3
+    assert taking.count_text_changes() == 3
     taking.append(FailedSample("failed", "broke"))
     after = dict(read_trace(taking.finish()).arrays)
     assert set(after) == set(before) == set(held) - set(TEXT)

@@ -101,9 +101,9 @@ def test_answers_are_added_and_taken_out_without_a_number_changing(tmp_path: Pat
     path = written(tmp_path / "t.h5", {})
     before = dict(read_trace(path).arrays)
     assert set(before).isdisjoint((*TEXT, *ANSWER_TEXT))
-    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).changing_text() == 2
+    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).count_text_changes() == 2
     assert said(read_trace(written(path, TEXTS))) == EXPECTED
-    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).changing_text() == 0
+    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).count_text_changes() == 0
     after = dict(read_trace(written(path, {})).arrays)
     assert set(after) == set(before)
     for name, array in before.items():
@@ -117,7 +117,7 @@ def test_a_trace_that_holds_its_prompts_text_alone_gets_that_of_its_answers(tmp_
         for name in ANSWER_TEXT:
             del file[name]
     assert (describe(path).with_text, describe(path).with_answers) == (("a", "b"), ())
-    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).changing_text() == 2
+    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).count_text_changes() == 2
     assert_same_file(written(path, TEXTS), whole)
 
 
@@ -126,7 +126,7 @@ def test_what_generated_nothing_has_none(tmp_path: Path) -> None:
     writer.append(sample_trace("a"))
     path = writer.finish()
     assert set(read_trace(path).arrays).isdisjoint(ANSWER_TEXT)
-    assert TraceWriter(path, run_config(1), ["a"], {}, texts=TEXTS).changing_text() == 0
+    assert TraceWriter(path, run_config(1), ["a"], {}, texts=TEXTS).count_text_changes() == 0
 
 
 @pytest.mark.parametrize("through_a_file", [True, False], ids=["file", "memory"])
@@ -144,7 +144,7 @@ def test_hostile_answers_survive_a_round_trip(tmp_path: Path, through_a_file: bo
         trace = read_trace(writer.finish())
     else:
         held = {**sample.arrays, **text.prompt, **text.answers(sample.arrays)}
-        trace = Trace.of(run, [SampleTrace("a", held)], {})
+        trace = Trace.from_samples(run, [SampleTrace("a", held)], {})
     assert trace.arrays["answer"].tolist() == [shown]
     assert trace.arrays["answer_full"].tolist() == [shown[5]]
     assert json.loads(str(trace.arrays["expected_answers"][0])) == HOSTILE

@@ -16,5 +16,5 @@ def quantities(
     whole = theory.weighted_sums(attention.unsqueeze(0), value)
     limits = theory.bounds((attention * norms).sum(dim=-1), norms.amin(dim=-1), stays, first)
     slices = theory.head_slices(w_o, len(attention))
-    output = theory.projected(whole[0], slices)
+    output = theory.project_outputs(whole[0], slices)
     return limits, theory.isolated_perturbation(whole, stays.mixed, stays.mass, slices, output).l1

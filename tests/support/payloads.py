@@ -38,7 +38,7 @@ def small_trace(samples: int = 3, **run: Any) -> Trace:
     """A trace that holds everything that a trace may hold; its last sample failed."""
     measured = [sample_trace(f"s{place}", optional=True, seed=place) for place in range(samples - 1)]
     attributes = {"model": "m", "perturbkv_version": "0.1.0"}
-    return Trace.of(run_config(samples, **run), [*measured, FailedSample("f", "NaN in layer 1")], attributes)
+    return Trace.from_samples(run_config(samples, **run), [*measured, FailedSample("f", "NaN in layer 1")], attributes)
 
 
 def reported(*traces: Trace) -> Payload:

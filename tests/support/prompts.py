@@ -44,4 +44,4 @@ def sample(name: str = "p0", pieces: tuple[str, ...] = PIECES, question: int = 1
 
 def made(*samples: SampleTrace, **run: Any) -> Trace:
     held = samples or (sample(),)
-    return Trace.of(run_config(len(held), **run), held, {})
+    return Trace.from_samples(run_config(len(held), **run), held, {})

@@ -7,7 +7,7 @@ from typing import Any
 
 from perturbkv.configs.run import Shard
 from perturbkv.storage.output import Lock
-from perturbkv.storage.run.joining import ShardWriter
+from perturbkv.storage.run.shard_merging import ShardWriter
 from perturbkv.storage.run.shards import Command, ShardRecord
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample

@@ -15,7 +15,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.schema import ANSWER_TEXT, DIGEST, TEXT, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
-from perturbkv.storage.run.merge import distinct_codes
+from perturbkv.storage.run.sample_parts import distinct_codes
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.texts import SampleText
 from perturbkv.trace import FailedSample, SampleTrace, Trace
@@ -77,10 +77,17 @@ def kept(arrays: Mapping[str, Any], offsets: Any, positions: Any) -> dict[str, A
     offsets, counts = np.asarray(offsets), np.asarray(arrays["kept_count"])
     first, place = distinct_codes(offsets, counts)
     starts, own = offsets.reshape(-1)[first], counts.reshape(-1)[first]
-    taken = np.asarray(positions)[kept_codec.places(starts, own)]
-    code, lengths = kept_codec.of_positions(taken, own, int(arrays["prompt_tokens"]))
+    taken = np.asarray(positions)[kept_codec.byte_indices(starts, own)]
+    code, lengths = encode_positions(taken, own, int(arrays["prompt_tokens"]))
     found = (np.cumsum(lengths) - lengths)[place], lengths[place]
     return dict(zip(KEPT_CODES, (*(one.reshape(offsets.shape) for one in found), code), strict=True))
+
+
+def encode_positions(positions: Any, counts: Any, tokens: int) -> tuple[Any, Any]:
+    """Return the concatenated codes of kept sets, and the bytes of each, from each set's ascending positions."""
+    masks = np.zeros((len(counts), 8 * kept_codec.mask_bytes(tokens)), dtype=bool)
+    masks[np.repeat(np.arange(len(counts)), counts), positions] = True
+    return kept_codec.encode_masks(np.packbits(masks, axis=1), counts)
 
 
 def kept_of(arrays: Mapping[str, Any], *where: int) -> list[int]:
@@ -113,7 +120,7 @@ def rekept(arrays: dict[str, Any], change: Callable[[tuple[int, ...], list[int]]
         own = int(tokens[where[0]]) if tokens.ndim else int(tokens)
         begin, length = int(arrays["kept_offset"][where]), int(arrays["kept_length"][where])
         positions = np.array(change(where, decoded(arrays["kept_code"][begin : begin + length].tolist(), own)))
-        code, _ = kept_codec.of_positions(positions.astype(np.int32), np.array([len(positions)]), own)
+        code, _ = encode_positions(positions.astype(np.int32), np.array([len(positions)]), own)
         arrays["kept_offset"][where], arrays["kept_length"][where] = sum(map(len, rows)), len(code)
         arrays["kept_count"][where] = len(positions)
         rows.append(code)

@@ -298,8 +298,8 @@ def _fold(sweep: Sweep, index: int, own: NDArray[np.bool_]) -> Fold:
 def with_alpha(config: EvictionConfig, alpha: AlphaTable) -> EvictionConfig:
     """Return the configuration with a table in place of its α."""
     selection = config.selection
-    usual = frozenset(selection.usual or ()) - {"alpha"}
-    return replace(config, selection=replace(selection, options={**selection.options, "alpha": alpha}, usual=usual))
+    usual = frozenset(selection.defaults or ()) - {"alpha"}
+    return replace(config, selection=replace(selection, options={**selection.options, "alpha": alpha}, defaults=usual))
 
 
 def unstable_share(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> float:

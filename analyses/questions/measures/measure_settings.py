@@ -153,7 +153,7 @@ def _by_norm(configs: Sequence[EvictionConfig]) -> list[Pair]:
     """Return the pairs of the same selection by L1 and by L2 norms."""
     chosen = []
     for config in configs:
-        usual = config.selection.usual
+        usual = config.selection.defaults
         selection = Choice(config.selection.name, {**config.selection.options, "norm": L1}, usual and usual | {"norm"})
         first = dataclasses.replace(config, selection=selection)
         if config.euclidean and first in configs:

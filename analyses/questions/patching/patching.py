@@ -30,8 +30,8 @@ from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, PatchingConfig
 from perturbkv.display import Part
-from perturbkv.schema import MEASURED
-from perturbkv.storage.patching_file import SwapStore
+from perturbkv.schema import MEASURED_LAYERS
+from perturbkv.storage.patching_file import PatchingStore
 
 MOST = 36
 """Most players that a table shows: of more the largest."""
@@ -229,7 +229,7 @@ class Patching(Result):
 
 
 def patching_result(
-    store: SwapStore,
+    store: PatchingStore,
     game: Game,
     settings: PatchingConfig,
     orders: Orders | None,
@@ -250,7 +250,7 @@ def patching_result(
     """
     measured = MixtureOutcomes(store, game, settings.step)
     valued = orders is None or len(orders) > 0
-    kl, kl_interval = median_kl(measured, game.none)
+    kl, kl_interval = median_kl(measured, game.baseline_everywhere)
     return Patching(
         baseline=store.run.configs[0],
         treatment=store.run.configs[1],
@@ -258,10 +258,10 @@ def patching_result(
         game=game,
         kl_median=kl,
         kl_median_interval=kl_interval,
-        cache_share=measured.cache_share(game.none),
+        cache_share=measured.cache_share(game.baseline_everywhere),
         shapley=shapley(measured, settings.outcome, orders) if valued else None,
         greedy=greedy(measured, settings.outcome, paths) if paths else None,
-        named=tuple(named_mixture(measured, name, mixture) for name, mixture in game.named),
+        named=tuple(named_mixture(measured, name, mixture) for name, mixture in game.mixtures),
         same=float(np.mean([store.same[name] for name in measured.samples])),
         sample_ids=tuple(measured.samples),
         failures=dict(store.failed),
@@ -269,7 +269,7 @@ def patching_result(
     )
 
 
-def _identity(store: SwapStore, measured: MixtureOutcomes, digest: str) -> RunIdentity:
+def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> RunIdentity:
     run, made = store.run, store.made_with
     return RunIdentity(
         model=run.model,
@@ -284,5 +284,5 @@ def _identity(store: SwapStore, measured: MixtureOutcomes, digest: str) -> RunId
         weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
         ended=measured.ended,
         source="measurements",
-        measured_layers=str(made.get(MEASURED, "")),
+        measured_layers=str(made.get(MEASURED_LAYERS, "")),
     )

@@ -21,7 +21,7 @@ from perturbkv.analyses.stats.intervals import LEVEL, RATIO, Band, Interval, Opt
 from perturbkv.analyses.text import interval_at
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.errors import ConfigError, FailedRunError
-from perturbkv.storage.patching_file import SwapRow, SwapStore
+from perturbkv.storage.patching_file import PatchingRow, PatchingStore
 
 _COUNTS = ("count",)
 
@@ -37,12 +37,16 @@ class MixtureOutcomes:
     Raises FailedRunError where no sample is complete, ConfigError where none has the step.
     """
 
-    def __init__(self, store: SwapStore, game: Game, step: int = 0) -> None:
-        complete = [name for name, rows in store.rows.items() if game.none in rows and name not in store.failed]
+    def __init__(self, store: PatchingStore, game: Game, step: int = 0) -> None:
+        complete = [
+            name for name, rows in store.rows.items() if game.baseline_everywhere in rows and name not in store.failed
+        ]
         if not complete:
             raise FailedRunError(str(store.path or "the measurements"), store.failed)
         self.store, self.game, self.step = store, game, step
-        self.samples = [name for name in complete if step < len(store.rows[name][game.none].values["drift"])]
+        self.samples = [
+            name for name in complete if step < len(store.rows[name][game.baseline_everywhere].values["drift"])
+        ]
         self.ended = len(complete) - len(self.samples)
         if not self.samples:
             msg = (
@@ -56,7 +60,7 @@ class MixtureOutcomes:
         some.samples = [self.samples[index] for index in indices]
         return some
 
-    def rows(self, mixture: Mixture) -> list[SwapRow]:
+    def rows(self, mixture: Mixture) -> list[PatchingRow]:
         """Return each sample's measurement of a mixture."""
         return [self.store.rows[name][mixture] for name in self.samples]
 
@@ -304,7 +308,7 @@ class Greedy(Record):
 def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> Shapley:
     """Return the Shapley values from drawn orders, or from all subsets where `orders` is None."""
     players = len(measured.game.players)
-    everybody = measured.game.everybody
+    everybody = measured.game.all_players
     passed = coalition.required_coalitions(players, orders)
     values = coalition_outcomes(measured, passed, outcome)
     baseline = values[frozenset[int]()]
@@ -396,7 +400,7 @@ class NamedMixture(Record):
 
 def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> NamedMixture:
     """Return the comparison of a mixture with the baseline; equal kept sets are ties (METHOD: the protocol, 4)."""
-    none = measured.game.none
+    none = measured.game.baseline_everywhere
     first = measured.heads(none)
     second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
     floors, norms = (measured.head_values(kind) for kind in ("head_floors", "head_norms"))
@@ -426,7 +430,7 @@ def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, Optio
 
 
 def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, OptionalInterval]:
-    baseline = measured.outcome(measured.game.none, outcome)
+    baseline = measured.outcome(measured.game.baseline_everywhere, outcome)
     if np.isnan(baseline).any():
         return float("nan"), None
     value, ends = change((measured.outcome(mixture, outcome) - baseline)[None], baseline, outcome)

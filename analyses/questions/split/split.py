@@ -296,7 +296,7 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
 
 def _uncorrected(run: RunConfig) -> list[EvictionConfig]:
     """Return the uncorrected configurations, for which the split is exact. Raises TraceError where there is none."""
-    alone = [config for config in run.configs if config.evicts_alone]
+    alone = [config for config in run.configs if config.only_evicts]
     if not alone:
         msg = (
             f"{ANALYSIS} needs an uncorrected configuration in full precision, as L = (1 − S) ‖μ_gone − μ_kept‖₁ is "
@@ -311,7 +311,11 @@ def _sides(run: RunConfig) -> list[str]:
     alone = _uncorrected(run)
     several = len({one.policy.name for one in alone}) > 1
     names = [
-        one.policy.name if one.given else f"{one.policy.name}:{one.selection.name}" if several else one.selection.name
+        one.policy.name
+        if one.is_external
+        else f"{one.policy.name}:{one.selection.name}"
+        if several
+        else one.selection.name
         for one in alone
     ]
     first = [name for name, one in zip(names, alone, strict=True) if one.selection.name == _FIRST]
@@ -333,7 +337,7 @@ def _pairs(run: RunConfig, sides: Sequence[str]) -> list[Pair]:
     """Return the pairs of the first side, as baseline, with each later one; none where there is one side."""
     baseline, *treatments = sides
     chosen = [pair for side in treatments for pair in pairs(run, baseline, side)]
-    return [pair for pair in chosen if all(one.evicts_alone for one in pair)]
+    return [pair for pair in chosen if all(one.only_evicts for one in pair)]
 
 
 def _head_records(config: EvictionConfig, own: Parts, run: RunIdentity) -> list[dict[str, Any]]:

@@ -30,11 +30,11 @@ from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Estimate
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs import layer_types
-from perturbkv.configs.choice import FIRST, Choice, halves, parse
+from perturbkv.configs.choice import UNNAMED, Choice, parse, split_policy_and_selection
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.schema import MEASURED
+from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.trace import Trace
 
 _BY = "by"
@@ -72,17 +72,17 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 def _plain(config: EvictionConfig, side: str) -> bool:
-    named = [parse(part) for part in halves(side)]
+    named = [parse(part) for part in split_policy_and_selection(side)]
     choices = (config.policy, config.selection, config.granularity)
-    return config.evicts_alone and not any(_has_other_options(choice, named) for choice in choices)
+    return config.only_evicts and not any(_has_other_options(choice, named) for choice in choices)
 
 
 def _has_other_options(choice: Choice, named: Sequence[Choice]) -> bool:
     """Return whether a choice has an option off its default that the named choices do not give."""
     given = {name for each in named if each.name == choice.name for name in each.options}
-    if FIRST in given:  # the score that a policy ranks by, or its only option
+    if UNNAMED in given:  # the score that a policy ranks by, or its only option
         given |= {_BY} if _BY in choice.options else choice.options.keys()
-    return bool(choice.told.keys() - given)
+    return bool(choice.shown_options.keys() - given)
 
 
 ANALYSIS = "stability"
@@ -201,7 +201,7 @@ def relative_perturbation(
 def _relative_depths(trace: Trace) -> Floats:
     """Return (layer,) relative depths of the measured layers; a model of one layer is at 0."""
     count = trace.arrays["output_norm"].shape[2]
-    some = trace.attrs.get(MEASURED, "")
+    some = trace.attrs.get(MEASURED_LAYERS, "")
     layers, whole = layer_types.parse_measured(some) if some else (tuple(range(count)), count)
     return np.asarray(layers, dtype=np.float64) / max(1, whole - 1)
 

@@ -51,7 +51,7 @@ class HeadScores:
     right: int
 
 
-@memory.told()
+@memory.translate_allocation_errors()
 def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> HeadScores:
     """Return the scores of every head.
 

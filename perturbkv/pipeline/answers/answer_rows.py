@@ -10,7 +10,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
 from perturbkv.display import Table, as_html
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.generation import AnswerOptions, Answers, answer
@@ -165,11 +165,11 @@ def _describe_cache(cache: Mapping[str, Any]) -> str:
 
 
 def _title(row: Mapping[str, Any]) -> str:
-    return f"{line(row['sample'])} · {row['prompt_tokens']:,} tokens"
+    return f"{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens"
 
 
 def _one_line(text: str) -> str:
-    return line(" ".join(text.split())) or "(nothing)"
+    return escape_line(" ".join(text.split())) or "(nothing)"
 
 
 def _text_lines(row: Mapping[str, Any]) -> list[str]:
@@ -177,7 +177,7 @@ def _text_lines(row: Mapping[str, Any]) -> list[str]:
     lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, cache in _caches(row).items():
         score = "" if cache["score"] is None else f", {row['metric']} {cache['score']:.3f}"
-        lines += [f"  {line(name)} ({_describe_cache(cache)}{score}):", f"    {_one_line(cache['text'])}"]
+        lines += [f"  {escape_line(name)} ({_describe_cache(cache)}{score}):", f"    {_one_line(cache['text'])}"]
     return lines
 
 

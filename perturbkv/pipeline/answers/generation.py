@@ -23,7 +23,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
@@ -164,7 +164,7 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
 def check_memory(planned: Plan) -> None:
     """Raise ConfigError where the bound on memory would split the batch of configurations that answer."""
     bound, configs = planned.resources.max_bytes, len(planned.run.configs)
-    if bound is not None and len(planned.batches.places) > 1:
+    if bound is not None and len(planned.batches.indices) > 1:
         msg = (
             f"generate answers from all caches at once, and max_bytes (--max-memory) of {bound:,} bytes holds those of "
             f"{planned.batches.rows - 1} of {configs} configurations; raise it or ask for fewer"
@@ -211,7 +211,7 @@ def generate(
                 cache.keep_rows(open_indices)
                 batch_rows, following = (
                     [batch_rows[index] for index in open_indices],
-                    following[on_device(open_indices, adapter.device)],
+                    following[to_device(open_indices, adapter.device)],
                 )
             following = _next_tokens(adapter, cache, following.unsqueeze(-1), finite)
     return answers
@@ -258,7 +258,7 @@ class AnswerOptions:
     divergence: bool = False
 
 
-@memory.told()
+@memory.translate_allocation_errors()
 def answer(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:
@@ -297,7 +297,7 @@ def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> lis
 def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
     """Return the number of entries that a row of one layer attends to; the first row keeps everything."""
     lengths = layer.lengths(row)
-    if not row or not configs[row - 1].reads:
+    if not row or not configs[row - 1].reads_pages:
         return sum(lengths)
     config = configs[row - 1]
     sets = layer.heads if config.granularity.name == "query" else len(lengths)
@@ -309,7 +309,7 @@ def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head:
 
     Empty where all rows store 16 bits without corrections.
     """
-    if all(config.evicts_alone for config in configs):
+    if all(config.only_evicts for config in configs):
         return []
     layers, tokens = cache.evicted, cache.get_seq_length()
     full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))

@@ -22,9 +22,18 @@ from typing import IO, cast
 
 from perturbkv.configs import option
 from perturbkv.errors import ConfigError, PluginError
-from perturbkv.escaping import line
+from perturbkv.escaping import escape_line
 from perturbkv.storage.answers_file import WrittenAnswers
-from perturbkv.storage.judgements import Judge, Judgement, Kept, Question, judged, pairwise, singly, tie
+from perturbkv.storage.judgements import (
+    Judge,
+    Judgement,
+    JudgementFile,
+    Question,
+    pair_questions,
+    parse_judgement,
+    single_questions,
+    tie_judgement,
+)
 from perturbkv.user_files import parse_json
 
 _LONGEST = 2**20
@@ -43,7 +52,8 @@ def split_command(command: str) -> list[str]:
         msg = "expected a command such as 'python my_judge.py', got an empty one"
         raise ConfigError(msg)
     if shutil.which(arguments[0]) is None:
-        msg = f"expected a judge that can be started, got '{line(arguments[0])[:_SHOWN]}', which is no program here"
+        program = escape_line(arguments[0])[:_SHOWN]
+        msg = f"expected a judge that can be started, got '{program}', which is no program here"
         raise ConfigError(msg)
     return arguments
 
@@ -74,7 +84,7 @@ def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subpro
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        msg = f"expected a judge that can be started, got '{line(command[0])}': {why}; check --command"
+        msg = f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --command"
         raise PluginError(msg) from None
     try:
         yield process
@@ -117,7 +127,7 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]
     if code:
         stderr.seek(0)
         words = stderr.read().decode(errors="replace").strip().splitlines()
-        detail = f": {line(words[-1])[:_SHOWN]}" if words else ""
+        detail = f": {escape_line(words[-1])[:_SHOWN]}" if words else ""
         msg = f"expected a judge that ends with exit code 0, got {code}{detail}"
         raise PluginError(msg)
 
@@ -159,22 +169,22 @@ def ask_judge(
     Raises PluginError for a judge that fails or gives an invalid judgement; what `Kept` raises.
     """
     check(judge, limit)
-    questions = list(pairwise(answers, judge.seed) if judge.pairwise else singly(answers))
+    questions = list(pair_questions(answers, judge.seed) if judge.pairwise else single_questions(answers))
     with TemporaryDirectory() as folder:
-        kept = Kept(path or Path(folder) / FILE, judge, questions, overwrite)
+        kept = JudgementFile(path or Path(folder) / FILE, judge, questions, overwrite)
         for question in questions:
-            if question.is_tie and (question.sample, question.label) not in kept.found:
-                kept.keep(tie(question))
-        progress(len(kept.found), len(questions))
+            if question.is_tie and (question.sample, question.label) not in kept.judgements:
+                kept.add(tie_judgement(question))
+        progress(len(kept.judgements), len(questions))
         _ask_missing(judge, questions, kept, limit, progress)
-        return tuple(kept.found[one.sample, one.label] for one in questions)
+        return tuple(kept.judgements[one.sample, one.label] for one in questions)
 
 
 def _ask_missing(
-    judge: Judge, questions: Sequence[Question], kept: Kept, limit: float, progress: Callable[[int, int], None]
+    judge: Judge, questions: Sequence[Question], kept: JudgementFile, limit: float, progress: Callable[[int, int], None]
 ) -> None:
     """Ask the questions without a judgement. Raises PluginError where an answer has no question, or a question none."""
-    todo = {one.id: one for one in questions if (one.sample, one.label) not in kept.found}
+    todo = {one.id: one for one in questions if (one.sample, one.label) not in kept.judgements}
     if not todo:
         return
     left = dict(todo)
@@ -183,13 +193,18 @@ def _ask_missing(
             answer_object = _parse_answer(answer)
             name = answer_object.get("id")
             if not isinstance(name, str) or name not in left:
-                again = f"given already, of {todo[name].whose}" if isinstance(name, str) and name in todo else "unknown"
-                msg = f"expected from the judge an `id` it was given, each once, got {line(repr(name))[:60]} ({again})"
+                again = (
+                    f"given already, of {todo[name].description}"
+                    if isinstance(name, str) and name in todo
+                    else "unknown"
+                )
+                got = escape_line(repr(name))[:60]
+                msg = f"expected from the judge an `id` it was given, each once, got {got} ({again})"
                 raise PluginError(msg)
-            kept.keep(judged(left.pop(name), answer_object, judge))
-            progress(len(kept.found), len(questions))
+            kept.add(parse_judgement(left.pop(name), answer_object, judge))
+            progress(len(kept.judgements), len(questions))
     if left:
-        first = next(iter(left.values())).whose
+        first = next(iter(left.values())).description
         asked = f"an answer to each of {len(todo)} questions"
         msg = f"expected from the judge {asked}, got none to {len(left)}, such as {first}"
         raise PluginError(msg)
@@ -202,6 +217,6 @@ def _parse_answer(answer: bytes) -> dict[str, object]:
         parsed = None
     if not isinstance(parsed, dict):
         said = answer.decode(errors="replace").strip()
-        msg = f"expected lines from the judge that are JSON objects, got '{line(said)[:60]}'"
+        msg = f"expected lines from the judge that are JSON objects, got '{escape_line(said)[:60]}'"
         raise PluginError(msg)
     return parsed

@@ -203,7 +203,7 @@ class _RowView:
         everything = summands.sums(attention.unsqueeze(0)).mixed
         stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
         slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
-        output = theory.projected(everything[0], slices)
+        output = theory.project_outputs(everything[0], slices)
         moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
         return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
 

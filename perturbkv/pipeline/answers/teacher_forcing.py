@@ -17,7 +17,7 @@ from transformers import Cache
 
 from perturbkv import theory
 from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
@@ -67,9 +67,9 @@ def teacher_force(
         with decode_from(adapter, cache), capture(adapter, watch):
             return full, _logits(adapter, cache, batch, finite)
 
-    for part in torch.split(on_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
+    for part in torch.split(to_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
         read(part)
-    ids, divergences = on_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
+    ids, divergences = to_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
     while len(divergences) < len(tokens):
         if compressor is not None:
             compressor.compress(len(divergences) + 1)

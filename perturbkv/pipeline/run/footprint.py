@@ -175,4 +175,4 @@ def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
 
 def free_memory(planned: Plan) -> int:
     """Return the free bytes of the run's device."""
-    return memory.free(planned.placement.device)
+    return memory.free_bytes(planned.placement.device)

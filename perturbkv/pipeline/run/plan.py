@@ -99,7 +99,7 @@ class Plan:
     def shape(self) -> Shape:
         """The model's shape, in the run's precision."""
         dtype = self.placement.dtype
-        return Shape.of(self.files.config, dtype.itemsize, self.files.weights_bytes(dtype))
+        return Shape.from_config(self.files.config, dtype.itemsize, self.files.weights_bytes(dtype))
 
     def model(self) -> Adapter:
         """Return the model with its weights, loaded unless it is already, with room for the longest prompt's caches.
@@ -122,7 +122,7 @@ class Plan:
 
     def caches_bytes(self) -> int:
         """Return the bytes of the longest prompt's full cache and the largest batch of evicted ones."""
-        shape = Shape.of(self.files.config, self.placement.dtype.itemsize, 0)
+        shape = Shape.from_config(self.files.config, self.placement.dtype.itemsize, 0)
         return (
             shape.full_cache_bytes(max(len(prompt.token_ids) for prompt in self.prompts)) + self.batches.largest_bytes
         )
@@ -142,7 +142,7 @@ def plan(
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
     presses.check_sources(resolved, files.config, files.name)
-    alpha_table.check([config.alpha for config in configs], files.config)
+    alpha_table.check_tables([config.alpha for config in configs], files.config)
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
     selections.check_sparse_prefill(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
@@ -173,7 +173,7 @@ def plan(
     )
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
-    shape = Shape.of(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
+    shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
     check_fill([config.precision for config in configs], shape.d_head, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
@@ -253,7 +253,7 @@ def _bound_memory(
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     whole = shape.weights_bytes + shape.full_cache_bytes(tokens)
     occupied = shape.full_cache_bytes(tokens) if loaded else whole
-    bound = min(2 * whole, (memory.free(placement.device) - occupied) // 2)
+    bound = min(2 * whole, (memory.free_bytes(placement.device) - occupied) // 2)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
     return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
@@ -262,4 +262,4 @@ def _bound_memory(
 def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
     """Return the batches of the largest prompt. Raises ConfigError where a configuration exceeds the bound."""
     planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
-    return max(planned, key=lambda batches: (len(batches.places), batches.largest_bytes))
+    return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))

@@ -29,11 +29,11 @@ from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.grading import Decode
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.schema import MEASURED, VARIABLES
+from perturbkv.schema import MEASURED_LAYERS, VARIABLES
 from perturbkv.selection.policies import kvpress
-from perturbkv.storage.output import Lock, check_place
-from perturbkv.storage.run.joining import taken_over, together
-from perturbkv.storage.run.merge import join
+from perturbkv.storage.output import Lock, check_writable
+from perturbkv.storage.run.sample_parts import join_parts
+from perturbkv.storage.run.shard_merging import joint_provenance, resumable_shards
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.texts import SampleText, Texts, with_text, without_kept
 from perturbkv.storage.trace.trace_file import LazyArrays
@@ -44,7 +44,7 @@ def provenance(planned: Plan) -> dict[str, str]:
     """Return the root attributes of the trace: model, weights, device, and the libraries' versions."""
     run, device, stored = planned.run, planned.placement.device, planned.files.stored
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    measured = layer_types.told(planned.files.config)
+    measured = layer_types.format_measured(planned.files.config)
     return {
         "model": run.model,
         "revision": run.revision,
@@ -64,7 +64,7 @@ def provenance(planned: Plan) -> dict[str, str]:
         "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
         "python_version": platform.python_version(),
-        **({MEASURED: measured} if measured else {}),
+        **({MEASURED_LAYERS: measured} if measured else {}),
     } | ({"kvpress_version": kvpress.version()} if any(kvpress.is_press(one.policy) for one in run.configs) else {})
 
 
@@ -150,7 +150,7 @@ class Writer(Protocol):
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
         """Store a sample, measured for these configurations."""
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Close a run that cannot go on."""
 
     def finish(self) -> Path:
@@ -171,20 +171,20 @@ def run_to_file(
     One process at a time writes it: with `wait` others wait for it. Raises InterruptedRunError on Ctrl-C, and
     PerturbkvErrors; finished samples survive all of them.
     """
-    check_place(path)
+    check_writable(path)
     with Lock(path, wait) as lock:
         return _run(planned, engine, path, lock, overwrite, progress)
 
 
 def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
-    shards = taken_over(path, planned.run, overwrite, lock.wait)
-    made, journals = together(provenance(planned), shards), [one.journal for one in shards]
+    shards = resumable_shards(path, planned.run, overwrite, lock.wait)
+    made, journals = joint_provenance(provenance(planned), shards), [one.journal for one in shards]
     writer = TraceWriter(
         path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals, planned.kept
     )
     _log_earlier_samples(planned, writer.missing())
-    _log_text_changes(planned, writer.changing_text())
-    _log_kept_changes(*writer.changing_kept())
+    _log_text_changes(planned, writer.count_text_changes())
+    _log_kept_changes(*writer.count_kept_changes())
     return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
 
 
@@ -214,7 +214,7 @@ def measure_missing(
     except KeyboardInterrupt:
         raise InterruptedRunError(len(writer.done()), total, path) from None
     except OutputError as error:
-        writer.leave()
+        writer.abandon()
         msg = f"{error}; {len(writer.done())} of {total} samples are kept, and the same command goes on with them"
         raise OutputError(msg) from error
 
@@ -234,7 +234,7 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
     texts, labels = texts_of(planned), planned.run.labels()
     samples = [with_text(_join_parts(measured[name], labels), texts) for name in planned.prompts.ids]
-    return Trace.of(planned.run, samples, provenance(planned))
+    return Trace.from_samples(planned.run, samples, provenance(planned))
 
 
 def _join_parts(
@@ -245,7 +245,7 @@ def _join_parts(
     if failed:
         return failed[-1]
     measured = [(sample, own) for sample, own in parts if isinstance(sample, SampleTrace)]
-    return measured[0][0] if len(measured) == 1 else join(measured, labels)
+    return measured[0][0] if len(measured) == 1 else join_parts(measured, labels)
 
 
 def texts_of(planned: Plan) -> Texts:
@@ -301,7 +301,7 @@ def _log_peculiarities(planned: Plan) -> None:
         if whole:
             only = f", and stores it in {config.bits} bits" if config.quantised else ""
             _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), whole, len(prompts), only)
-    if measured := layer_types.told(planned.files.config):
+    if measured := layer_types.format_measured(planned.files.config):
         _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:
         _log.info("random weights: these numbers say nothing of a trained model")

@@ -150,7 +150,7 @@ def _unsupported_property(config: EvictionConfig) -> str:
     """Return the property of a configuration that rules a search out; empty where there is none."""
     kind = registry.info(config.policy.name)
     reasons = {
-        "policies with kept sets from outside": config.given,
+        "policies with kept sets from outside": config.is_external,
         f"policy {config.policy.name}, which evicts nothing": not config.evicts,
         f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
         f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
@@ -175,12 +175,12 @@ def search_samples(
 ) -> list[dict[str, Any]]:
     """Return a line per prompt of the plan, in its order; prompts with stored lines are not searched again."""
     total = len(planned.prompts)
-    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.done]
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.finished]
     finished(total - len(todo), total)
     for prompt, adapter in zip(todo, [planned.model()] * len(todo) if todo else [], strict=True):
         lines.add({SAMPLE: prompt.sample_id, "heads": list(_search_prompt(planned, adapter, prompt, settings))})
         finished(len(lines.rows), total)
-    return lines.of(planned.prompts.ids)
+    return lines.select(planned.prompts.ids)
 
 
 def _search_prompt(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perturbkv.configs.run import Shard
-from perturbkv.errors import HeldError, MissingShardError
+from perturbkv.errors import LockedOutputError, MissingShardError
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
-from perturbkv.storage.output import Lock, check_free, check_place, wait_until_free
-from perturbkv.storage.run.joining import ShardWriter, done, join
+from perturbkv.storage.output import Lock, check_free, check_writable, wait_until_free
+from perturbkv.storage.run.shard_merging import ShardWriter, measured_shards, merge_shards
 from perturbkv.storage.run.shards import Command, ShardJournal, ShardRecord
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def run_shard(
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
     journal = ShardJournal(path, shard).path
-    check_place(journal)
+    check_writable(journal)
     with _lock_shard(path, journal, wait, lambda: _all_done(path, record, overwrite)) as lock:
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
@@ -79,24 +79,24 @@ def run_shard(
         failures = writer.failures()
     if _join_if_complete(planned, path, record, overwrite):
         return path
-    return ShardDone(path, shard, samples, len(configs), failures, tuple(done(path, record, overwrite)))
+    return ShardDone(path, shard, samples, len(configs), failures, tuple(measured_shards(path, record, overwrite)))
 
 
 @contextmanager
 def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[Lock]:
     """Yield the shard's lock, taken while the trace's is free: joining takes the two in the other order.
 
-    Raises HeldError, or waits, for the trace without blocking the shard; a join in progress is always awaited.
+    Raises LockedOutputError, or waits, for the trace without blocking the shard; a join in progress is always awaited.
     """
     while True:
         try:
             check_free(path)
-        except HeldError:
+        except LockedOutputError:
             wait_until_free(path, wait or all_done())
         with Lock(journal, wait) as lock:
             try:
                 check_free(path)
-            except HeldError:
+            except LockedOutputError:
                 if not (wait or all_done()):
                     raise
                 continue
@@ -106,7 +106,7 @@ def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bo
 
 def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Return whether no shard lacks anything, so that the process that holds the trace is joining them."""
-    return len(done(path, record, overwrite)) == record.shard.count
+    return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 
 def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
@@ -114,8 +114,8 @@ def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite:
     if not _all_done(path, record, overwrite):
         return False
     try:
-        joined = join(path, overwrite=overwrite, texts=texts_of(planned))
-    except HeldError as error:
+        joined = merge_shards(path, overwrite=overwrite, texts=texts_of(planned))
+    except LockedOutputError as error:
         _log.info("all shards are done, and joined elsewhere: %s", error)
         return False
     except MissingShardError:  # one that was done began again meanwhile, and joins all when it ends

@@ -20,7 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
-from perturbkv.devices import stack_on
+from perturbkv.devices import stack_on_device
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
@@ -79,7 +79,9 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
-        stacked = stack_on(device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1)
+        stacked = stack_on_device(
+            device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1
+        )
         array = to_numpy(stacked, VARIABLES[name].dtype)
         arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[run_order]
     return arrays
@@ -102,7 +104,7 @@ def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
     arrays = {}
     for name in layers[0].lost:
         dims = VARIABLES[name].dims
-        stacked = stack_on(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
+        stacked = stack_on_device(device, [layer.lost[name] for layer in layers], dim=dims.index("layer"))
         array = to_numpy(stacked, VARIABLES[name].dtype)
         arrays[name] = array[run_order] if "config" in dims else array
     return arrays
@@ -132,7 +134,7 @@ def kept_arrays(
     for batch in batches:
         for layer, masks in enumerate(batch.kept):
             batch_lengths = [lengths[layer][index] for index in batch.order]
-            code, taken = kept_codec.of_masks(to_numpy(masks, "uint8"), np.concatenate(batch_lengths))
+            code, taken = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(batch_lengths))
             begins = start + taken.cumsum() - taken
             for values, target in ((begins, offsets), (taken, sizes), (np.concatenate(batch_lengths), counts)):
                 _assign_to_heads(values, batch_lengths, batch.order, target[:, layer])
@@ -169,7 +171,7 @@ def prefill_arrays(
     Where the budget covers the prompt it is the full prefill, which took `seconds`; NaN for other configurations.
     """
     shares, taken = cached.copy(), np.full(len(configs), np.nan)
-    for index in (index for index, config in enumerate(configs) if config.lined):
+    for index in (index for index, config in enumerate(configs) if config.has_sparse_prefill):
         shares[index], taken[index] = 1.0, seconds
     for batch in batches:
         for index, own in batch.sparse_prefills.items():

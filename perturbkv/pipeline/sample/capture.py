@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.cache.compact import CompactCache
-from perturbkv.devices import stack_on
+from perturbkv.devices import stack_on_device
 from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
 
@@ -211,6 +211,6 @@ class FiniteCheck:
         if not self._finite:
             return
         names, flags = zip(*self._finite, *self._made, strict=True)
-        for where, finite in zip(names, stack_on(flags[0].device, flags).tolist(), strict=True):
+        for where, finite in zip(names, stack_on_device(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache.compact import CompactCache, SharedCache
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import (
     FINAL_NORM,
@@ -84,7 +84,7 @@ def decode_full(
     cache = SharedCache(prefill.cache)
     first = prefill.logits
     if question:
-        ids = on_device(question, adapter.device)
+        ids = to_device(question, adapter.device)
         first = _decode_step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
     tokens, records = [first.argmax()], []
     for _ in range(steps):
@@ -120,7 +120,7 @@ def decode_evicted(
     """
     question_logits = None
     if question:
-        ids = on_device(question, adapter.device)
+        ids = to_device(question, adapter.device)
         question_logits = _decode_step(adapter, cache, decode_from(adapter, cache), ids, rows, finite).logits
     steps = [
         _decode_step(adapter, cache, decode_from(adapter, cache), token, rows, finite)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.devices import on_device, working_bytes
+from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.full_layer import FullLayer
@@ -108,7 +108,8 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
     summands = theory.stack_summands(layer.values, norms)
     steps = [
-        measure.layer_reference(step, summands.of_first(step.shape[-1]), layer.slices, sink) for step, sink in weights
+        measure.layer_reference(step, summands.first_entries(step.shape[-1]), layer.slices, sink)
+        for step, sink in weights
     ]
     ranked = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
     parts, evicted = [], []
@@ -154,7 +155,7 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
     """Return α (config, head) of some of a group's configurations."""
     shares = [configs[index].alphas(layer.index, group.kept_heads) for index in group.config_indices[rows]]
-    per_kept_set = on_device(shares, layer.keys.device, theory.WORK)
+    per_kept_set = to_device(shares, layer.keys.device, theory.WORK)
     return per_kept_set.repeat_interleave(layer.adapter.heads // group.kept_heads, dim=1)
 
 

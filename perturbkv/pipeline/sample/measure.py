@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.configs.entry_counts import whole_entries
-from perturbkv.devices import stack_on
+from perturbkv.configs.entry_counts import round_down_entries
+from perturbkv.devices import stack_on_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.schema import VARIABLES
@@ -72,7 +72,7 @@ def layer_reference(
         summands=summands,
         whole=everything.mixed,
         slices=slices,
-        output=theory.projected(everything.mixed[0], slices),
+        output=theory.project_outputs(everything.mixed[0], slices),
         total=everything.weighted[0],
         smallest=summands.smallest_norms(),
         largest=theory.largest_sums(attention) + sink.unsqueeze(-1),
@@ -96,7 +96,7 @@ def isolated_quantities(
     moved = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
     own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
     limits = theory.bounds(reference.total, reference.smallest, own, stage1)
-    counts = whole_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
+    counts = round_down_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
         **_floor_variables("noise_floor_isolated", moved, reference.output, WORK),
         **_distance_variables("perturbation_isolated", moved),
@@ -143,11 +143,11 @@ def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecor
         for layer, outputs in enumerate(zip(full.head_output, evicted.head_output, strict=True))
     ]
     heads = {
-        name: stack_on(device, [layer[name] for layer in layers], dim=int("config" in VARIABLES[name].dims))
+        name: stack_on_device(device, [layer[name] for layer in layers], dim=int("config" in VARIABLES[name].dims))
         for name in layers[0]
     }
-    states = stack_on(device, [layer[0] for layer in full.hidden])
-    hidden = _drift_variables("hidden", states, stack_on(device, evicted.hidden, dim=1), inputs)
+    states = stack_on_device(device, [layer[0] for layer in full.hidden])
+    hidden = _drift_variables("hidden", states, stack_on_device(device, evicted.hidden, dim=1), inputs)
     final = _drift_variables("final", full.final[0], evicted.final, inputs)
     norms = _norm_variables("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
     return heads | hidden | final | norms | _logit_variables(full, evicted, inputs)
@@ -195,10 +195,10 @@ def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
     """Return head outputs and hidden states, for `--save outputs`."""
     device = evicted.logits.device
     return {
-        "head_output_full": stack_on(device, [layer[0].float() for layer in full.head_output]),
-        "head_output": stack_on(device, [layer[1:].float() for layer in evicted.head_output], dim=1),
-        "hidden_full": stack_on(device, [layer[0].float() for layer in full.hidden]),
-        "hidden": stack_on(device, [layer[1:].float() for layer in evicted.hidden], dim=1),
+        "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),
+        "head_output": stack_on_device(device, [layer[1:].float() for layer in evicted.head_output], dim=1),
+        "hidden_full": stack_on_device(device, [layer[0].float() for layer in full.hidden]),
+        "hidden": stack_on_device(device, [layer[1:].float() for layer in evicted.hidden], dim=1),
     }
 
 

@@ -57,7 +57,7 @@ _DEFAULT = Resources()
 _NOTHING: KeptMasks = MappingProxyType({})
 
 
-@memory.told()
+@memory.translate_allocation_errors()
 def trace(
     adapter: Adapter,
     prompts: Iterable[Prompt],
@@ -104,9 +104,9 @@ def trace_sample(
     layers, kept = _measure_layers(sample)
     sample.prefill.finite.raise_if_not(prompt.sample_id)
     decode = _BatchDecoder(sample, layers, kept)
-    batches = [decode.batch(indices) for indices in planned.places]
+    batches = [decode.batch(indices) for indices in planned.indices]
     arrays = _assemble_arrays(sample, batches, layers, kept)
-    if any(config.lined for config in run.configs):
+    if any(config.has_sparse_prefill for config in run.configs):
         seconds = full_prefill_seconds(adapter, sample.context)
         arrays |= prefill_arrays(batches, run.configs, arrays["held_share"], seconds)
     decode.finite.raise_if_not(prompt.sample_id)
@@ -194,7 +194,7 @@ class _BatchDecoder:
         return {
             index: run_sparse_prefill(self.adapter, context, config, sample, resources, self.finite)
             for index, config in configs.items()
-            if config.lined and config.kept_entries(n) < n
+            if config.has_sparse_prefill and config.kept_entries(n) < n
         }
 
     def _evict(self, index: int, indices: tuple[int, ...], sparse: Mapping[int, SparsePrefill]) -> _EvictedLayer:
@@ -206,7 +206,7 @@ class _BatchDecoder:
         kept, moved = self._store_entries(layer, kept)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         rows_by_config = kept.entries | page_reading.cache_rows(layer, {config: configs[config] for config in indices})
-        rows_by_config |= {config: everything for config in indices if configs[config].lined}
+        rows_by_config |= {config: everything for config in indices if configs[config].has_sparse_prefill}
         rows_by_config |= {config: prefilled.rows[index] for config, prefilled in sparse.items()}
         rows = [everything, *(rows_by_config[config] for config in indices)]
         rows += [everything] * (self.rows - len(rows))

@@ -19,7 +19,7 @@ from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
@@ -217,7 +217,7 @@ def prefill(
     need a replay are computed last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
-    ranked = [config for config in configs if not config.given and not config.lined]
+    ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
     wanted: dict[ScoreRequest, list[Tensor]] = {one: [] for config in ranked for one in requested_scores(config)}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
     statistics = Statistics(sample, *shape, wanted, [], run.head_scores, given)
@@ -266,7 +266,7 @@ class _PromptReader:
         for window, means in self.statistics.mean_queries.items():
             means.append(query[0, :, -window:].to(WORK).mean(dim=1))
         for positions, queries in self.statistics.queries.items():
-            queries.append(query[0][:, on_device(positions, query.device)])
+            queries.append(query[0][:, to_device(positions, query.device)])
         with phase("scores"):
             self._score(view)
         if self.visitor is not None:

@@ -16,7 +16,7 @@ from perturbkv import theory
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.stand_in import StandIn, make_stand_in
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.devices import on_device
+from perturbkv.devices import to_device
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.full_layer import FullLayer
 
@@ -51,7 +51,7 @@ def corrections(
 def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
     """Return a mask of the entries that a configuration evicts; key/value heads are `stride` entries apart."""
     sets, device = len(entries.lengths), entries.index.device
-    lengths = on_device(entries.lengths, device)
+    lengths = to_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
     evicted = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
     evicted[rows, entries.index % stride] = False
@@ -75,14 +75,14 @@ def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Correction]) ->
     attention, sink = layer.weights(step)
     total = theory.log_total(query, layer.keys[:, : step.entries], scale, layer.sinks)
     mixed = theory.weighted_sums(attention.unsqueeze(0), values)[0]
-    output, result = theory.projected(mixed, slices), {}
+    output, result = theory.project_outputs(mixed, slices), {}
     for index, correction in rows.items():
         stays = attention.clone()
         stays[:, : correction.evicted.shape[1]].masked_fill_(correction.evicted, 0)
         mass = (correction.stand_in.logits(query.to(theory.WORK).unsqueeze(1), scale).squeeze(1) - total).exp()
         kept = theory.weighted_sums(stays.unsqueeze(0), values)[0]
         own = theory.corrected_output(kept, stays.sum(dim=-1) + sink, correction.stand_in.value, mass)
-        moved = theory.distances(output, theory.projected(own - mixed, slices))
+        moved = theory.distances(output, theory.project_outputs(own - mixed, slices))
         loses = correction.evicted.any(dim=-1)
         result[index] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(loses, torch.nan)
     return result

@@ -38,7 +38,7 @@ from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.selection.kept_sets import ExternalGroup
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.storage.patching_file import PER_STEP, SwapBatch, SwapRow, SwapStore
+from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
 
 MOST_ROWS = 32
 """Largest number of mixtures in a batch: more take no less time each, and a killed run loses one batch."""
@@ -83,7 +83,7 @@ class MixtureSample:
     Raises what `trace_sample` raises.
     """
 
-    @memory.told()
+    @memory.translate_allocation_errors()
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
         positions.check_positions(run.configs, adapter.config, adapter.name)
@@ -109,9 +109,9 @@ class MixtureSample:
         """True where both configurations keep the same entries."""
         return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
 
-    @memory.told()
+    @memory.translate_allocation_errors()
     @torch.inference_mode()
-    def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> SwapBatch:
+    def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> PatchingBatch:
         """Decode from these mixtures in one batch; `by_head` are those whose perturbation is recorded per head.
 
         The baseline alone and the treatment alone, together, are decoded in the very batch that `trace_sample` makes
@@ -195,12 +195,12 @@ def _make_batch(
     steps: Sequence[dict[str, Tensor]],
     held: Sequence[float],
     scores: Sequence[float],
-) -> SwapBatch:
+) -> PatchingBatch:
     """Return the measurements of a batch as plain numbers, without its padding rows."""
     totals = [_totals(step) for step in steps]
     heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
     rows = [
-        SwapRow(
+        PatchingRow(
             mixture=mixture,
             held=held[index],
             values={name: tuple(step[name][0][index] for step in totals) for name in PER_STEP},
@@ -211,7 +211,7 @@ def _make_batch(
     ]
     floors = {name: tuple(step[name][1] for step in totals) for name in PER_STEP}
     progress = (_head_lists(steps, name) if by_head else None for name in ("noise_floor", "output_norm"))
-    return SwapBatch(sample, tuple(rows), floors, scores[0], *progress)
+    return PatchingBatch(sample, tuple(rows), floors, scores[0], *progress)
 
 
 def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
@@ -237,9 +237,9 @@ Progress = Callable[[int, int], None]
 class MixtureMeasurer:
     """The measurement of mixtures that a store lacks, prompt by prompt; prefills stay as long as memory suffices."""
 
-    def __init__(self, planned: Plan, game: Game, store: SwapStore, progress: Progress) -> None:
+    def __init__(self, planned: Plan, game: Game, store: PatchingStore, progress: Progress) -> None:
         self.planned, self.game, self.store, self.progress = planned, game, store, progress
-        self.named = [game.none, *(mixture for _, mixture in game.named)]
+        self.named = [game.baseline_everywhere, *(mixture for _, mixture in game.mixtures)]
         self.prompts = {prompt.sample_id: prompt for prompt in planned.prompts}
         self.model: Adapter | None = None
         self.read: dict[str, MixtureSample] = {}
@@ -253,10 +253,10 @@ class MixtureMeasurer:
         """Measure in every prompt both sides alone, the named mixtures, then these; give a prompt up at NaN or Inf."""
         for sample in self.prompts:
             try:
-                self._measure(sample, [self.game.none, self.game.whole])
+                self._measure(sample, [self.game.baseline_everywhere, self.game.treatment_everywhere])
                 self._measure(sample, [*self.named, *mixtures])
             except ActivationError as error:
-                self.store.give_up(sample, str(error))
+                self.store.add_failure(sample, str(error))
 
     def measure_coalitions(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
         """Measure coalitions in some prompts. Raises ActivationError for NaN or Inf."""
@@ -266,11 +266,11 @@ class MixtureMeasurer:
     def _measure(self, sample: str, mixtures: Sequence[Mixture]) -> None:
         """Measure the mixtures that the store lacks, one batch after the other."""
         by_head = frozenset(self.named)
-        lacking = self.store.lacks(sample, mixtures, by_head)
+        lacking = self.store.missing(sample, mixtures, by_head)
         rows = rows_per_batch(self.prompts[sample], self.planned.resolved, self.planned.shape, self.planned.resources)
         for start in range(0, len(lacking), rows):
             held = self._sample(sample, rows)
-            self.store.keep(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
+            self.store.add(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
             self._report_progress()
 
     def _sample(self, sample: str, rows: int) -> MixtureSample:
@@ -293,4 +293,4 @@ class MixtureMeasurer:
 def _prompts_in_memory(planned: Plan) -> int:
     """Return the number of prompts whose full caches take at most half of the free memory."""
     tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
-    return max(1, memory.free(planned.placement.device) // 2 // max(1, planned.shape.full_cache_bytes(tokens)))
+    return max(1, memory.free_bytes(planned.placement.device) // 2 // max(1, planned.shape.full_cache_bytes(tokens)))

@@ -30,7 +30,7 @@ def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[
     whole = borrow(layer.prompt_keys, layer.prompt_values)
     made = {}
     for index, config in configs.items():
-        if config.reads:
+        if config.reads_pages:
             chooses = config.kept_entries(n) < n
             made[index] = replace(whole, reader=PageReader(config, paged(config), n)) if chooses else whole
     return made

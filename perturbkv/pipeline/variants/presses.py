@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import ConfigError, UnreadableError
+from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
 from perturbkv.pipeline.progress import phase
@@ -42,8 +42,8 @@ _DECODING = ("decoding_press", "decoding")
 def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
     """Run a configuration's press on a prompt, and return the source of its kept sets.
 
-    Raises ConfigError where the press fails or would decode differently; the source raises UnreadableError where it
-    does not only evict.
+    Raises ConfigError where the press fails or would decode differently; the source raises UnreadableCacheError where
+    it does not only evict.
     """
     name = config.policy.name.partition(":")[2]
     press = kvpress.build(config.policy)
@@ -69,9 +69,9 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
 def _recover_layer(theirs: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str) -> LayerKept:
     try:
         (recovered,) = recover([theirs], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
-    except UnreadableError as error:
+    except UnreadableCacheError as error:
         msg = f"press '{name}': {error.reason}"
-        raise UnreadableError(msg) from None
+        raise UnreadableCacheError(msg) from None
     return recovered
 
 
@@ -144,7 +144,7 @@ def _restore_items(held: Any, before: dict[Any, Any], names: Any) -> None:
 
 
 def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
-    """Raise UnreadableError where entries are not a kept set: other keys or values, duplicate or unknown entries.
+    """Raise UnreadableCacheError where entries are not a kept set: other keys or values, duplicate or unknown entries.
 
     A press that reads the prompt through another attention kernel rounds differently, which is allowed.
     """
@@ -156,7 +156,7 @@ def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtyp
     ]  # fmt: skip
     if reasons := [one for one in findings if one]:
         msg = f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}"
-        raise UnreadableError(msg)
+        raise UnreadableCacheError(msg)
 
 
 def _describe_change(what: str, distances: Sequence[Tensor], dtype: torch.dtype) -> str:
@@ -185,10 +185,11 @@ def sources(
     """Return the source of each configuration whose kept sets come from outside.
 
     Raises what `check_sources` raises, and ConfigError where one has none, for masks of other shapes than the model's
-    and the prompt's, and for a press that fails; a press' source raises UnreadableError where it does not only evict.
+    and the prompt's, and for a press that fails; a press' source raises UnreadableCacheError where it does not only
+    evict.
     """
     check_sources(configs, adapter.config, adapter.name)
-    return {config: _source(adapter, token_ids, config, masks) for config in configs if config.given}
+    return {config: _source(adapter, token_ids, config, masks) for config in configs if config.is_external}
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:

@@ -41,12 +41,12 @@ def isolated_perturbations(
 def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
     query, own, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
     keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
-    mixed = theory.attended(query, keys, values, *own)
-    output, result = theory.projected(mixed, slices), {}
+    mixed = theory.attention_output(query, keys, values, *own)
+    output, result = theory.project_outputs(mixed, slices), {}
     for index, entries in rows.items():
         cached = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
-        changed = theory.attended(query, *cached[:2], *own, present=cached[2])
-        moved = theory.distances(output, theory.projected(changed - mixed, slices))
+        changed = theory.attention_output(query, *cached[:2], *own, present=cached[2])
+        moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
         result[index] = torch.stack([moved.l1, moved.l2, moved.cosine])
     return result
 

@@ -19,7 +19,7 @@ from perturbkv import theory
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.entries import KeptEntries, borrow
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import on_device, stack_on, working_bytes
+from perturbkv.devices import stack_on_device, to_device, working_bytes
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, FiniteCheck, intercept_attention
@@ -92,7 +92,7 @@ def isolated_along_lines(
     """
     queries, keys = layer.statistics.queries[group.measured_positions][layer.index], layer.prompt_keys
     sets, sharing = (
-        group.attention_masks(on_device(group.measured_positions, keys.device)),
+        group.attention_masks(to_device(group.measured_positions, keys.device)),
         layer.adapter.heads // group.kept_heads,
     )
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (sets.kept, sets.stage1))
@@ -100,7 +100,7 @@ def isolated_along_lines(
     for index, position in enumerate(group.measured_positions):
         entries = slice(position + 1)
         weights, sink = theory.decode_weights(queries[:, index], keys[:, entries], layer.scale, layer.sinks)
-        full = measure.layer_reference(weights, summands.of_first(position + 1), layer.slices, sink)
+        full = measure.layer_reference(weights, summands.first_entries(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, index, entries], stage1[:, :, index, entries])
         per_query.append(measure.isolated_quantities(full, masks, alphas))
     return {name: torch.stack([one[name] for one in per_query]).mean(dim=0) for name in per_query[0]}
@@ -136,7 +136,7 @@ def run_sparse_prefill(
         seconds, logits = _time_prefill(adapter, token_ids, cache)
     finite.check(LOGITS, logits)
     held = [adapter.cache_layer(cache, layer) for layer in range(len(adapter.layers))]
-    attended_entries, n = float(stack_on(adapter.device, attention.attended_entries).mean()), len(token_ids)
+    attended_entries, n = float(stack_on_device(adapter.device, attention.attended_entries).mean()), len(token_ids)
     rows = [borrow(layer.keys[0], layer.values[0]) for layer in held]
     return SparsePrefill(rows, attended_entries / (n * (n + 1) / 2), seconds)
 
@@ -199,7 +199,7 @@ class _LineAttention:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
             norms = layer_norms(value, projection, self.resources)
-        queries = query[:, on_device(last_positions(self.config, n), query.device)]
+        queries = query[:, to_device(last_positions(self.config, n), query.device)]
         seen = last_query_weights(self.adapter, layer, queries, key, norms, self.sample)
         return lines_for_budget(self.config, seen, n).lines
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from perturbkv.configs.entry_counts import entries
+from perturbkv.configs.entry_counts import entry_count
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.selection.layer_budget import LayerBudget, allocate_above_minimum, count_rows
@@ -48,7 +48,7 @@ class AdaKV(Pooled):
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
         """Return ⌊floor · b⌋ without what always stays, for the safeguard `guaranteed`; else 0."""
-        return max(0, entries(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
+        return max(0, entry_count(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Return each head's count among the layer's largest scores, with the safeguard."""

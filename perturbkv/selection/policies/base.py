@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
 from perturbkv.configs.precision import FULL, NONE
@@ -127,11 +127,11 @@ class Policy(WithOptions):
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
         """Return the number of first entries that always stay, of `kept` in all."""
-        return max(config.protected(kept)[0], self.score.first_entries)
+        return max(config.protected_counts(kept)[0], self.score.first_entries)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
         """Return the number of most recent entries that always stay, at least the window, of `kept` in all."""
-        return config.protected(kept)[1]
+        return config.protected_counts(kept)[1]
 
     def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
         """Return the smallest number of entries besides the `always` kept ones that stage 1 takes in every kept set.
@@ -193,7 +193,7 @@ class ByScore(Policy):
             "name": name,
             "scored": scored,
             "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
-            "summary": scored.summed_up(),
+            "summary": scored.summary_line(),
             **{name: getattr(scored, name) for name in ("paper", "own_window", "own_defaults")},
         }
         copies = [
@@ -229,7 +229,7 @@ def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = No
     first; what a full item cannot take goes on in the same order. Without `most` nothing waits for the device, and
     the shares add up to `total`.
     """
-    counts: Tensor = whole_entries(shares)
+    counts: Tensor = round_down_entries(shares)
     fractions = (shares - counts).clamp(min=0).round(decimals=9)
     order = fractions.sort(descending=True, stable=True).indices
     counts = counts.to(torch.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perturbkv.configs.entry_counts import whole_entries
+from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.scoring.score import Score
@@ -38,4 +38,4 @@ class H2O(Policy):
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
         """Return ⌊recent · b⌋ entries, at least the window and the protected entries."""
-        return max(super().recent_entries(config, kept), int(whole_entries(self.recent * kept)))
+        return max(super().recent_entries(config, kept), int(round_down_entries(self.recent * kept)))

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from perturbkv.configs.choice import FIRST, Choice
+from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.policies.external import ExternalPolicy
 
@@ -143,8 +143,8 @@ def _press_options(options: Mapping[str, Any]) -> list[str]:
 
 def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     """Return name and value of a parameter, with nested presses completed. Raises ConfigError for an unknown one."""
-    first = next(iter(inspect.signature(_press_class(name)).parameters), FIRST)
-    key = first if key == FIRST else key
+    first = next(iter(inspect.signature(_press_class(name)).parameters), UNNAMED)
+    key = first if key == UNNAMED else key
     if key == RATIO:
         msg = f"{RATIO} of press '{name}' is what --budget says; leave it out"
         raise ConfigError(msg)

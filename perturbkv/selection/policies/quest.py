@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.configs.selections import PAGE
+from perturbkv.configs.selections import PAGE_SIZE
 from perturbkv.selection.policies.base import Policy, check_non_evicting
 
 
@@ -33,7 +33,7 @@ class Quest(Policy):
     selections: ClassVar[tuple[str, ...]] = (
         "attention", "two-stage", "value", "random", "hindsight", "hindsight-attention",
     )  # fmt: skip
-    page: int = option(PAGE, "entries of a page, which is read whole or not at all", low=1)
+    page: int = option(PAGE_SIZE, "entries of a page, which is read whole or not at all", low=1)
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:

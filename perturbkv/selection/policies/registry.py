@@ -11,10 +11,10 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
-from perturbkv.configs.choice import FIRST, Choice
+from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import complete_choice
-from perturbkv.configs.plugins import Catalogue, digest, is_ours, load_class, of_file
+from perturbkv.configs.plugins import Catalogue, class_digest, is_builtin, load_class, refers_to_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import score_registry as scores
@@ -37,8 +37,8 @@ _POLICIES: Catalogue[Policy] = Catalogue(
     "policy",
     "perturbkv.selection.policies",
     _base,
-    besides=("base", "external", "kvpress", "registry"),
-    refused=lambda: SELECTIONS,
+    excluded=("base", "external", "kvpress", "registry"),
+    reserved=lambda: SELECTIONS,
 )
 
 
@@ -78,11 +78,11 @@ def info(name: str) -> type[Policy]:
     """Return a policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
     if _is_external(name):
         return _external_class(name)
-    if name in _POLICIES.names() or (of_file(name) and not _is_score(name)):
-        return _POLICIES.info(name)
-    if name not in SCORES.names() and not of_file(name):
+    if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
+        return _POLICIES.load(name)
+    if name not in SCORES.names() and not refers_to_file(name):
         raise UnknownNameError(name, "policy", names())
-    return _score_policy(cast("Any", SCORES.info(name)), name)  # classes are hashed as such
+    return _score_policy(cast("Any", SCORES.load(name)), name)  # classes are hashed as such
 
 
 def _is_score(name: str) -> bool:
@@ -106,8 +106,8 @@ def plugins(config: EvictionConfig) -> dict[str, str]:
     policy = info(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
     used = {config.policy.name: getattr(policy, "scored", policy)}
-    used |= {by.name: SCORES.info(by.name)} if isinstance(by, Choice) else {}
-    return {name: digest(kind) for name, kind in used.items() if not is_ours(kind)}
+    used |= {by.name: SCORES.load(by.name)} if isinstance(by, Choice) else {}
+    return {name: class_digest(kind) for name, kind in used.items() if not is_builtin(kind)}
 
 
 def _is_external(name: str) -> bool:
@@ -125,13 +125,13 @@ def build(choice: Choice) -> Policy:
     """Return the policy of a choice, with defaults for missing options. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
-    whole = choice if choice.usual is not None else _complete(choice)
+    whole = choice if choice.defaults is not None else _complete(choice)
     return info(choice.name)(**whole.options)
 
 
 def name_first_argument(choice: Choice) -> Choice:
     """Return the choice with a first argument without a name, `adakv(caote)`, under its name: `adakv(by=caote)`."""
-    if FIRST not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
+    if UNNAMED not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
         return choice
     return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
@@ -165,7 +165,7 @@ def normalise(config: EvictionConfig) -> EvictionConfig:
     without_effect = effects.options_without_effect(whole, build(whole.policy))
     for (owner, name), needs in without_effect.items():
         choice: Choice = getattr(whole, owner)
-        if name in choice.told:
+        if name in choice.shown_options:
             msg = f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out"
             raise ConfigError(msg)
     effective = {

@@ -1,12 +1,11 @@
-"""A run's journal: its finished samples on disk before the trace file exists, in complete files only.
+"""A run's journal: its finished samples on disk, each in a complete file, before the trace file exists.
 
 A process killed while HDF5 writes can leave a file that no longer opens; so HDF5 is written once, at the end, from the
 journal. Each of its files holds some of a sample's configurations and names them, or the reason why the sample failed;
 a sample that was measured for more configurations later has several files.
 
-A file is a NumPy archive of two byte arrays: `head`, JSON that describes the file, and `data`, all numbers one after
-the other, each variable where `arrays` of the head says. Texts along an axis are in a third one, `texts`, as JSON, one
-variable after the other.
+A file is a NumPy archive of two byte arrays: `head`, JSON that describes the file, and `data`, the numbers of all
+variables in the order of `arrays` in the head. Texts along an axis are in a third one, `texts`, as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from numpy.typing import NDArray
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
 from perturbkv.schema import KEPT, VARIABLES
-from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.output import real, refusals
-from perturbkv.storage.run.merge import Shapes, code_bytes
+from perturbkv.storage.atomic_files import write_atomically
+from perturbkv.storage.output import real_path, translate_os_errors
+from perturbkv.storage.run.sample_parts import Shapes, code_bytes
 from perturbkv.trace import FailedSample, SampleTrace
 
 Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
@@ -44,7 +43,7 @@ _NEEDED = frozenset(name for name, variable in VARIABLES.items() if not variable
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a journal, its numbers unread."""
+    """A file of a journal, described without its numbers."""
 
     folder: Path
     file: str
@@ -62,22 +61,22 @@ class Entry:
 
         Raises TraceError for a damaged file, which is removed, so that the sample is measured again.
         """
-        with self._open() as held:
-            return _arrays(held, set(names))
+        with self._open() as archive:
+            return _read_arrays(archive, set(names))
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape, that of kept_code without bytes that belong to no head. Raises as `arrays`."""
-        with self._open() as held:
-            told = _head(held)
-        layout = _layout(told)
-        length = {KEPT[2]: (int(told["code_bytes"]),)} if KEPT[2] in layout else {}
-        return {name: shape for name, (_, shape) in layout.items()} | length
+        """Return variable name -> shape, that of kept_code without unused bytes. Raises as `arrays`."""
+        with self._open() as archive:
+            head = _read_head(archive)
+        layout = _parse_layout(head)
+        code_shape = {KEPT[2]: (int(head["code_bytes"]),)} if KEPT[2] in layout else {}
+        return {name: shape for name, (_, shape) in layout.items()} | code_shape
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
         try:
-            with zipfile.ZipFile(self.path) as held:
-                yield held
+            with zipfile.ZipFile(self.path) as archive:
+                yield archive
         except (FileNotFoundError, *_DAMAGE):
             self.path.unlink(missing_ok=True)
             msg = (
@@ -88,32 +87,32 @@ class Entry:
 
 
 def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write an entry's file, whole or not at all."""
-    held = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
-    layout = [[name, array.dtype.str, array.shape] for name, array in held.items()]
-    told: dict[str, Any] = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
-    told |= {"code_bytes": code_bytes(arrays)}
-    texts = {name: array.reshape(-1).tolist() for name, array in held.items() if array.dtype.kind == "O"}
-    numbers = [array.reshape(-1).view(np.uint8) for name, array in held.items() if name not in texts]
+    """Write an entry's file atomically."""
+    contiguous = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
+    layout = [[name, array.dtype.str, array.shape] for name, array in contiguous.items()]
+    head: dict[str, Any] = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
+    head |= {"code_bytes": code_bytes(arrays)}
+    texts = {name: array.reshape(-1).tolist() for name, array in contiguous.items() if array.dtype.kind == "O"}
+    numbers = [array.reshape(-1).view(np.uint8) for name, array in contiguous.items() if name not in texts]
 
     def write(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
-            _write_bytes(archive, _HEAD, [json.dumps(told).encode()])
+            _write_bytes(archive, _HEAD, [json.dumps(head).encode()])
             _write_bytes(archive, _DATA, numbers)
             if texts:
                 _write_bytes(archive, _TEXTS, [json.dumps(texts).encode()])
 
-    write_whole(entry.path, write, folders=False)
+    write_atomically(entry.path, write, folders=False)
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return an entry, its numbers unread; None where the file is damaged."""
+    """Return the entry of a file without reading its numbers; None where the file is damaged."""
     try:
-        with zipfile.ZipFile(path) as held:
-            head = _head(held)
+        with zipfile.ZipFile(path) as archive:
+            head = _read_head(archive)
             if head["reason"] is not None:
                 return Entry(path.parent, path.name, head["id"], (), head["reason"])
-            entry, layout = Entry(path.parent, path.name, head["id"], tuple(head["configs"])), _layout(head)
+            entry, layout = Entry(path.parent, path.name, head["id"], tuple(head["configs"])), _parse_layout(head)
             each_once = len(set(entry.labels)) == len(entry.labels) == layout["kept_count"][1][0]
             return entry if each_once and layout.keys() >= _NEEDED else None
     except (OSError, *_DAMAGE):
@@ -121,7 +120,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> None:
-    """Write an array of bytes that NumPy can read, too."""
+    """Write an array of bytes as a member that NumPy can read."""
     length = sum(memoryview(part).nbytes for part in parts)
     with archive.open(name, "w", force_zip64=True) as member:
         header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
@@ -130,47 +129,47 @@ def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> N
             member.write(part)
 
 
-def _bytes(held: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
-    """Return an array of bytes, whose CRC-32 is checked."""
-    content = held.read(name)
-    begin = 10 + int.from_bytes(content[8:10], "little")  # of NumPy's header
+def _read_bytes(archive: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
+    """Return an array of bytes after checking its CRC-32."""
+    content = archive.read(name)
+    begin = 10 + int.from_bytes(content[8:10], "little")  # after NumPy's header
     return np.frombuffer(content, dtype=np.uint8, offset=begin)
 
 
-def _head(held: zipfile.ZipFile) -> dict[str, Any]:
-    return dict(json.loads(_bytes(held, _HEAD).tobytes()))
+def _read_head(archive: zipfile.ZipFile) -> dict[str, Any]:
+    return dict(json.loads(_read_bytes(archive, _HEAD).tobytes()))
 
 
-def _layout(head: Mapping[str, Any]) -> Layout:
+def _parse_layout(head: Mapping[str, Any]) -> Layout:
     return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in head["arrays"]}
 
 
-def _arrays(held: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
+def _read_arrays(archive: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
     """Return those of the named variables that the file holds."""
-    data, begin, found = _bytes(held, _DATA), 0, {}
-    texts = json.loads(_bytes(held, _TEXTS).tobytes()) if _TEXTS in held.namelist() else {}
-    for name, (dtype, shape) in _layout(_head(held)).items():
+    data, begin, arrays = _read_bytes(archive, _DATA), 0, {}
+    texts = json.loads(_read_bytes(archive, _TEXTS).tobytes()) if _TEXTS in archive.namelist() else {}
+    for name, (dtype, shape) in _parse_layout(_read_head(archive)).items():
         if dtype.kind == "O":
             if name in names:
-                found[name] = np.array(texts[name], dtype=object).reshape(shape)
+                arrays[name] = np.array(texts[name], dtype=object).reshape(shape)
             continue
         length = math.prod(shape) * dtype.itemsize
         if name in names:
-            found[name] = data[begin : begin + length].view(dtype).reshape(shape)
+            arrays[name] = data[begin : begin + length].view(dtype).reshape(shape)
         begin += length
-    return found
+    return arrays
 
 
 SUFFIX = ".journal"
 SHARD, DONE = "shard.json", "done"
-"""File names: a shard's record of the run, and the mark that nothing of its share is missing (`storage.run.shards`)."""
+"""File names: a shard's record of the run, and the mark that the shard is complete (`storage.run.shards`)."""
 _RUN = "run.json"
 
 
 def journal_path(trace: Path) -> Path:
     """Return the journal's folder, beside the trace file."""
-    where = real(trace)
-    return where.with_name(where.name + SUFFIX)
+    target = real_path(trace)
+    return target.with_name(target.name + SUFFIX)
 
 
 class Journal:
@@ -185,16 +184,14 @@ class Journal:
         self._labels: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def check_ownership(self) -> None:
-        """Raise OutputError where the path is a file, or a folder with files that no journal has."""
+        """Raise OutputError where the path is a file, or a folder with files that do not belong to a journal."""
         if not self.folder.exists():
             return
-        others = (
-            [self.folder]
-            if not self.folder.is_dir()
-            else [file for file in self.folder.iterdir() if not _is_journal_file(file)]
-        )
-        if others:
-            msg = f"expected a run's journal at {self.folder}, got {others[0]}; move it away, or choose another place"
+        foreign: Path | None = self.folder
+        if self.folder.is_dir():
+            foreign = next((file for file in self.folder.iterdir() if not _is_journal_file(file)), None)
+        if foreign is not None:
+            msg = f"expected a run's journal at {self.folder}, got {foreign}; move it away, or choose another place"
             raise OutputError(msg)
 
     def run(self) -> RunConfig | None:
@@ -209,11 +206,11 @@ class Journal:
 
         Raises OutputError where the parent folder vanished.
         """
-        with refusals(self.folder):
+        with translate_os_errors(self.folder):
             self.folder.mkdir(exist_ok=True)
         for leftover in self.folder.glob("*.tmp*"):
             leftover.unlink()
-        write_whole(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()), folders=False)
+        write_atomically(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()), folders=False)
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
         """Store the configurations `labels` of a sample, or its failure, beside what is already stored."""
@@ -227,15 +224,15 @@ class Journal:
 
     def entries(self) -> list[Entry]:
         """Return all entries, older parts of a sample before newer ones; damaged files are left out."""
-        found = map(read_entry, self._paths())
-        return [self._share_memory(entry) for entry in found if entry is not None]
+        entries = map(read_entry, self._paths())
+        return [self._share_memory(entry) for entry in entries if entry is not None]
 
     def sample_ids(self) -> list[str]:
         """Return the ids of samples that have an entry."""
         return list(dict.fromkeys(entry.sample_id for entry in self.entries()))
 
     def discard(self) -> None:
-        """Remove the folder, and last the file that names its run: a kill in between leaves an identifiable journal."""
+        """Remove the folder, last of all the file with its run: a kill in between leaves an identifiable journal."""
         with suppress(OSError):
             for path in self._paths():
                 path.unlink(missing_ok=True)
@@ -266,6 +263,6 @@ class Journal:
 
 
 def _is_journal_file(file: Path) -> bool:
-    """Return whether a file's name is one of a journal's, temporary ones included, or one that file systems add."""
-    left = file.name.startswith(".nfs") or file.name in (".DS_Store", "Thumbs.db", "desktop.ini")
-    return file.name in (_RUN, SHARD, DONE) or file.suffix == ".npz" or ".tmp" in file.name or left
+    """Return whether a file belongs to a journal, also a temporary one, or is one that file systems add."""
+    system_file = file.name.startswith(".nfs") or file.name in (".DS_Store", "Thumbs.db", "desktop.ini")
+    return file.name in (_RUN, SHARD, DONE) or file.suffix == ".npz" or ".tmp" in file.name or system_file

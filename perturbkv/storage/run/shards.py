@@ -1,4 +1,4 @@
-"""Shards of a run: their journals beside the trace, and whether a run can extend what an older one left.
+"""Shards of a run: their journals beside the trace, and whether a run can extend an older one.
 
 A shard's lock and journal are named like those of an output `<trace>.shard-3-of-16`, a file that is never made. Each
 journal describes the whole run. Only samples and configurations may be added to a run.
@@ -19,56 +19,55 @@ from typing import Any
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import BY, DIGESTS, METRICS, RunConfig, Shard
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
-from perturbkv.storage.atomic_files import write_whole
-from perturbkv.storage.output import TEMPORARY, drop_dead, real
+from perturbkv.storage.atomic_files import write_atomically
+from perturbkv.storage.output import TEMPORARY, real_path, remove_stale_lock
 from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_path
 
 
-def check_extends(run: RunConfig, held: RunConfig, where: Path) -> None:
-    """Raise TraceError unless the output at `where`, of the run `held`, can be extended to `run`."""
-    if fields := differing_fields(run, held):
+def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
+    """Raise TraceError unless the output at `path`, of the run `old`, can be extended to `run`."""
+    if fields := differing_fields(run, old):
         msg = (
-            f"expected a trace of this run at {where}, got one that differs in {', '.join(fields)}"
-            f"{_changed_plugins(run, held) if 'plugins' in fields else ''}; use another "
+            f"expected a trace of this run at {path}, got one that differs in {', '.join(fields)}"
+            f"{_changed_plugins(run, old) if 'plugins' in fields else ''}; use another "
             "--output, or --overwrite to replace it (only samples and configurations may be added)"
         )
         raise TraceError(msg)
 
 
-def differing_fields(run: RunConfig, held: RunConfig) -> list[str]:
-    """Return the fields that prevent extending `held` to `run`; none where `held` is a part of `run`."""
+def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
+    """Return the fields that prevent extending `old` to `run`; none where `old` is a part of `run`."""
     may_grow = {
-        "samples": held.samples <= run.samples,
-        "configs": set(held.configs) <= set(run.configs),
-        "head_scores": not held.head_scores,  # empty where no configuration needs them
-        "plugins": held.plugins.items() <= run.plugins.items(),
-        "dataset_options": _is_extension(held.dataset_options, run.dataset_options),
+        "samples": old.samples <= run.samples,
+        "configs": set(old.configs) <= set(run.configs),
+        "head_scores": not old.head_scores,  # empty where no configuration needs them
+        "plugins": old.plugins.items() <= run.plugins.items(),
+        "dataset_options": _is_extension(old.dataset_options, run.dataset_options),
     }
-    return [name for name in run.differences(held) if not may_grow.get(name, False)]
+    return [name for name in run.differences(old) if not may_grow.get(name, False)]
 
 
-def _changed_plugins(run: RunConfig, held: RunConfig) -> str:
-    """Return in words which scores and policies have changed since."""
-    names = [name for name, version in held.plugins.items() if run.plugins.get(name, version) != version]
+def _changed_plugins(run: RunConfig, old: RunConfig) -> str:
+    """Return a text with the scores and policies that have changed since; empty where none has."""
+    names = [name for name, version in old.plugins.items() if run.plugins.get(name, version) != version]
     return f" ({', '.join(names)} is another version now)" if names else ""
 
 
-def _is_extension(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Return whether options differ only in added prompts, and in the metrics that grade these."""
+def _is_extension(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Return whether dataset options differ only in added prompts, and in the metrics that grade these."""
     may_grow = {DIGESTS: None, METRICS: None}
-    old, new = held.get(DIGESTS, {}), asked.get(DIGESTS, {})
-    more = old.items() <= new.items() and set(held.get(METRICS, ())) <= set(asked.get(METRICS, ()))
-    graded = (METRICS in held) == (METRICS in asked)
-    return {**held, **may_grow} == {**asked, **may_grow} and more and graded
+    same_prompts = old.get(DIGESTS, {}).items() <= new.get(DIGESTS, {}).items()
+    same_metrics = set(old.get(METRICS, ())) <= set(new.get(METRICS, ())) and (METRICS in old) == (METRICS in new)
+    return {**old, **may_grow} == {**new, **may_grow} and same_prompts and same_metrics
 
 
-_NAMED = re.compile(r"shard-([0-9]+)-of-([0-9]+)")
+_FOLDER_NAME = re.compile(r"shard-([0-9]+)-of-([0-9]+)")
 _MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
 class Command:
-    """The command line that measured a shard: its words, with None in place of the shard, and its folder.
+    """The command line that measured a shard: its words, with None in place of the shard, and its working directory.
 
     Without words the shard was measured by a Python call.
     """
@@ -76,23 +75,23 @@ class Command:
     words: tuple[str | None, ...] = ()
     folder: str = ""
 
-    def measuring(self, shard: Shard) -> str:
+    def for_shard(self, shard: Shard) -> str:
         """Return the command that measures another shard of the same run."""
         if not self.words:
-            written = f"'{shard}'" if shard.by == BY[0] else f"pk.Shard.parse('{shard}', '{shard.by}')"
-            return f"pk.measure with the same arguments and shard={written}"
-        return self._typed([str(shard) if word is None else word for word in self.words])
+            argument = f"'{shard}'" if shard.by == BY[0] else f"pk.Shard.parse('{shard}', '{shard.by}')"
+            return f"pk.measure with the same arguments and shard={argument}"
+        return self._format([str(shard) if word is None else word for word in self.words])
 
     def without_shard(self) -> str:
         """Return the command that measures the same run without shards."""
         if not self.words:
             return "pk.measure with the same arguments and no shard"
-        place = self.words.index(None)
-        return self._typed([str(word) for word in (*self.words[: place - 1], *self.words[place + 1 :])])
+        index = self.words.index(None)
+        return self._format([str(word) for word in (*self.words[: index - 1], *self.words[index + 1 :])])
 
-    def _typed(self, words: Sequence[str]) -> str:
-        there = "" if self.folder == str(Path.cwd()) else f"cd {shlex.quote(self.folder)} && "
-        return there + shlex.join(words)
+    def _format(self, words: Sequence[str]) -> str:
+        change_folder = "" if self.folder == str(Path.cwd()) else f"cd {shlex.quote(self.folder)} && "
+        return change_folder + shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class ShardRecord:
     """A shard's description of the whole run.
 
     Attributes:
-        shard: which shard it is.
+        shard: the shard.
         run: the whole run's configuration.
         sample_ids: ids of all samples of the run, in the order of the file.
         attrs: provenance of the shard's measurements.
@@ -118,8 +117,8 @@ class ShardRecord:
     kept: bool = True
 
     def share(self, shard: Shard) -> tuple[tuple[str, ...], tuple[EvictionConfig, ...]]:
-        """Return the samples that a shard of the run measures, and the configurations that it measures of each."""
-        return shard.of(self.sample_ids, self.run.configs)
+        """Return the samples of a shard of the run, and the configurations that it measures on each."""
+        return shard.select(self.sample_ids, self.run.configs)
 
     def is_equivalent(self, other: ShardRecord) -> bool:
         """Return whether both describe the same share of the same run, whatever the command and the machine."""
@@ -131,16 +130,16 @@ class ShardRecord:
 
     def document(self) -> dict[str, Any]:
         """Return everything but the run, which the journal holds, as a JSON object."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
-        return {**own, "shard": dataclasses.asdict(self.shard), "command": dataclasses.asdict(self.command)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
+        return {**values, "shard": dataclasses.asdict(self.shard), "command": dataclasses.asdict(self.command)}
 
 
 class ShardJournal:
     """The journal of one shard, with its record; its lock is named after `path`."""
 
     def __init__(self, trace: Path, shard: Shard) -> None:
-        self.shard, where = shard, real(trace)
-        self.path = where.with_name(f"{where.name}.shard-{shard.number}-of-{shard.count}")
+        self.shard, target = shard, real_path(trace)
+        self.path = target.with_name(f"{target.name}.shard-{shard.number}-of-{shard.count}")
         self.journal = Journal(journal_path(self.path))
 
     def record(self) -> ShardRecord | None:
@@ -148,62 +147,63 @@ class ShardJournal:
         self.journal.check_ownership()
         run = self.journal.run()
         try:
-            held = json.loads((self.journal.folder / SHARD).read_text())
-            shard, command = Shard(**held["shard"]), held["command"]
-            told = Command(tuple(command["words"]), command["folder"])
-            ids, attrs = tuple(map(str, held["sample_ids"])), dict(held["attrs"])
+            record = json.loads((self.journal.folder / SHARD).read_text())
+            shard = Shard(**record["shard"])
+            command = Command(tuple(record["command"]["words"]), record["command"]["folder"])
+            ids, attrs = tuple(map(str, record["sample_ids"])), dict(record["attrs"])
         except (OSError, ValueError, KeyError, TypeError, PerturbkvError):
             return None
         if run is None or (shard.number, shard.count) != (self.shard.number, self.shard.count):
             return None
-        return ShardRecord(shard, run, ids, attrs, held.get("text") is True, told, held.get("kept") is not False)
+        text, kept = record.get("text") is True, record.get("kept") is not False
+        return ShardRecord(shard, run, ids, attrs, text, command, kept)
 
     def begin(self, record: ShardRecord) -> None:
-        """Make the journal and store the record, not marked as done, so that it is not merged."""
+        """Make the journal and store the record, without the mark that it is done, so that it is not merged."""
         (self.journal.folder / DONE).unlink(missing_ok=True)
         self.journal.begin(record.run)
         text = json.dumps(record.document())
-        write_whole(self.journal.folder / SHARD, lambda stream: stream.write(text.encode()), folders=False)
+        write_atomically(self.journal.folder / SHARD, lambda stream: stream.write(text.encode()), folders=False)
 
     def finish(self) -> None:
-        """Mark the shard as done: nothing of its share is missing."""
-        write_whole(self.journal.folder / DONE, lambda stream: stream.write(b""), folders=False)
+        """Mark the shard as done, which means complete."""
+        write_atomically(self.journal.folder / DONE, lambda stream: stream.write(b""), folders=False)
 
     def is_done(self) -> bool:
         """Return whether the shard is marked as done."""
         try:
-            (self.journal.folder / DONE).read_bytes()  # opened: of a network's file system a look may be old
+            (self.journal.folder / DONE).read_bytes()  # a network file system may answer exists() from a cache
         except OSError:
             return False
         return True
 
 
-def beside(trace: Path) -> list[ShardJournal]:
+def find_shards(trace: Path) -> list[ShardJournal]:
     """Return the shards that have a journal beside a trace, sorted."""
-    where = real(trace)
-    pattern = f"{glob.escape(where.name)}.shard-*-of-*{SUFFIX}"
-    found = [_parse_folder(where, folder) for folder in where.parent.glob(pattern)]
-    return sorted((one for one in found if one), key=lambda one: (one.shard.count, one.shard.number))
+    target = real_path(trace)
+    pattern = f"{glob.escape(target.name)}.shard-*-of-*{SUFFIX}"
+    journals = [_parse_folder(target, folder) for folder in target.parent.glob(pattern)]
+    return sorted(filter(None, journals), key=lambda journal: (journal.shard.count, journal.shard.number))
 
 
-def clear_killed(trace: Path) -> None:
+def remove_stale_files(trace: Path) -> None:
     """Remove the locks and temporary files that killed shards of a trace left beside their journals."""
-    where = real(trace)
-    shards = f".{glob.escape(where.name)}.shard-*-of-*"
-    for file in where.parent.glob(f"{shards}.lock"):
-        drop_dead(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
-    for file in where.parent.glob(f"{shards}{TEMPORARY}*"):
+    target = real_path(trace)
+    shards = f".{glob.escape(target.name)}.shard-*-of-*"
+    for file in target.parent.glob(f"{shards}.lock"):
+        remove_stale_lock(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
+    for file in target.parent.glob(f"{shards}{TEMPORARY}*"):
         file.unlink(missing_ok=True)
 
 
 def _parse_folder(trace: Path, folder: Path) -> ShardJournal | None:
-    """Return the shard that a folder's name denotes; None where it denotes none."""
-    said = _NAMED.fullmatch(folder.name.removeprefix(f"{trace.name}.").removesuffix(SUFFIX))
+    """Return the shard journal that a folder's name denotes; None for another name."""
+    match = _FOLDER_NAME.fullmatch(folder.name.removeprefix(f"{trace.name}.").removesuffix(SUFFIX))
     try:
-        one = ShardJournal(trace, Shard(int(said[1]), int(said[2]))) if said else None
+        journal = ShardJournal(trace, Shard(int(match[1]), int(match[2]))) if match else None
     except (PerturbkvError, ValueError):
         return None
-    return one if one and one.journal.folder.name == folder.name else None
+    return journal if journal and journal.journal.folder.name == folder.name else None
 
 
 def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
@@ -218,24 +218,24 @@ def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
         if differing_fields(first.run, other.run) and differing_fields(other.run, first.run):
             msg = f"{both}, which differ in {', '.join(fields)}; use another --output, or --overwrite to replace them"
             raise OutputError(msg)
-        ways = [f"{one.shard.count} by {one.shard.by}" for one in (first, other)]
-        if fields or ways[0] != ways[1]:
-            which = f"which differ in {', '.join(fields)}" if fields else f"of {' and of '.join(ways)}"
+        divisions = [f"{record.shard.count} by {record.shard.by}" for record in (first, other)]
+        if fields or divisions[0] != divisions[1]:
+            difference = f"which differ in {', '.join(fields)}" if fields else f"of {' and of '.join(divisions)}"
             msg = (
-                f"{both}, {which}; go on as the run was begun, {other.command.measuring(other.shard)}, or without "
+                f"{both}, {difference}; go on as the run was begun, {other.command.for_shard(other.shard)}, or without "
                 "--shard, which takes what all of them hold"
             )
             raise OutputError(msg)
 
 
-def named(shards: Sequence[Shard]) -> str:
-    """Return shards in words: '3/16, 7/16 and 4 more'."""
+def format_shards(shards: Sequence[Shard]) -> str:
+    """Format shards as '3/16, 7/16 and 4 more'."""
     more = f" and {len(shards) - _MOST_NAMED} more" if len(shards) > _MOST_NAMED else ""
     return ", ".join(map(str, shards[:_MOST_NAMED])) + more
 
 
 def merge_provenance(attrs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the joint provenance of several processes: differing values joined, each once; `created` is the latest."""
-    names = dict.fromkeys(name for one in attrs for name in one)
-    told = {name: "; ".join(dict.fromkeys(one[name] for one in attrs if name in one)) for name in names}
-    return told | {"created": max(one["created"] for one in attrs)} if "created" in names else told
+    names = dict.fromkeys(name for process in attrs for name in process)
+    merged = {name: "; ".join(dict.fromkeys(process[name] for process in attrs if name in process)) for name in names}
+    return merged | {"created": max(process["created"] for process in attrs)} if "created" in names else merged

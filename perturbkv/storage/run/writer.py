@@ -1,4 +1,4 @@
-"""Writers of traces: collecting a run's samples, resuming and extending it, and writing its trace file."""
+"""The writer of a run's trace: it collects samples, resumes and extends older runs, and writes the trace file."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError, TraceUnavailableError
 from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES
-from perturbkv.storage.atomic_files import clear_leftovers, written_whole
+from perturbkv.storage.atomic_files import atomic_path, clear_leftovers
 from perturbkv.storage.run.journal import Entry, Journal, journal_path
-from perturbkv.storage.run.merge import (
+from perturbkv.storage.run.sample_parts import (
     FULL_RUN,
     Shapes,
     check_same_run,
     code_bytes,
-    disjoint,
-    join,
-    joined_shapes,
-    single_whole_part,
+    disjoint_parts,
+    join_parts,
+    merged_shapes,
+    single_complete_part,
 )
 from perturbkv.storage.run.shards import check_extends, differing_fields
 from perturbkv.storage.trace.texts import Texts, with_text, with_text_shapes, without_kept, without_kept_shapes
-from perturbkv.storage.trace.trace_file import describe_whole, opened, read_run, sample_of
+from perturbkv.storage.trace.trace_file import describe_whole, open_trace, read_run, read_sample
 from perturbkv.storage.trace.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace
 
 
 class ExistingTrace:
-    """The contents of a trace file, its numbers unread.
+    """The contents of a trace file, without its numbers.
 
     Args:
         path: the file. Raises TraceError where it is not a whole trace.
     """
 
     def __init__(self, path: Path) -> None:
-        held = describe_whole(path)
-        self.sample_ids, self.failures, self.labels = held.sample_ids, held.failures, tuple(held.run.labels())
-        self.with_text, self.with_kept = frozenset(held.with_text), frozenset(held.with_kept)
-        self.with_answers, self.answered = frozenset(held.with_answers), "generated" in held.variables
+        found = describe_whole(path)
+        self.sample_ids, self.failures, self.labels = found.sample_ids, found.failures, tuple(found.run.labels())
+        self.with_text, self.with_kept = frozenset(found.with_text), frozenset(found.with_kept)
+        self.with_answers, self.has_answers = frozenset(found.with_answers), "generated" in found.variables
         self._path, self._stamp = path, path.stat().st_mtime_ns
-        self._places = {name: place for place, name in enumerate(held.sample_ids) if name not in held.failures}
+        self._indices = {name: index for index, name in enumerate(found.sample_ids) if name not in found.failures}
 
     def part(self, sample_id: str) -> ExistingSample | None:
         """Return a sample; None where it failed or the trace does not have it."""
-        place = self._places.get(sample_id)
-        return None if place is None else ExistingSample(self._path, self._stamp, place, self.labels)
+        index = self._indices.get(sample_id)
+        return None if index is None else ExistingSample(self._path, self._stamp, index, self.labels)
 
 
 def existing_trace(path: Path, run: RunConfig, overwrite: bool = False) -> ExistingTrace | None:
@@ -79,33 +79,33 @@ def _is_extendable(path: Path, run: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class ExistingSample:
-    """A complete sample of a trace file, at index `place` of its `sample` axis, as a part of a new sample."""
+    """A complete sample of a trace file, at `index` of its `sample` axis, as a part of a new sample."""
 
     path: Path
     stamp: int
-    place: int
+    index: int
     labels: tuple[str, ...]
 
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
         """Return those of the named variables that the file has, as in a `SampleTrace`; other samples are not read."""
-        with opened(self.path, self.stamp) as file:
-            return sample_of(file, names, self.place)
+        with open_trace(self.path, self.stamp) as file:
+            return read_sample(file, names, self.index)
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape, that of kept_code without bytes that belong to no head."""
-        with opened(self.path, self.stamp) as file:
-            own = (*TEXT, *ANSWER_TEXT, *KEPT)
-            shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in own}
-            parts = sample_of(file, (*TEXT, *ANSWER_TEXT, *KEPT[:2]), self.place)
-            found = {**shapes, **{name: array.shape for name, array in parts.items()}}
-            return found | ({KEPT[2]: (code_bytes(parts),)} if KEPT[2] in file else {})
+        """Return variable name -> shape, that of kept_code without unused bytes."""
+        with open_trace(self.path, self.stamp) as file:
+            varying = (*TEXT, *ANSWER_TEXT, *KEPT)
+            shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in varying}
+            arrays = read_sample(file, (*TEXT, *ANSWER_TEXT, *KEPT[:2]), self.index)
+            shapes |= {name: array.shape for name, array in arrays.items()}
+            return shapes | ({KEPT[2]: (code_bytes(arrays),)} if KEPT[2] in file else {})
 
 
 _log = logging.getLogger(__name__)
 
 
 class _FinishedSamples(AbstractSet[str]):
-    """The samples of a run that are complete, or failed in it."""
+    """A live view of the samples of a run that are complete, or failed in it."""
 
     def __init__(self, known: frozenset[str], lacking: Mapping[str, object], failed: set[str]) -> None:
         self._known, self._lacking, self._failed = known, lacking, failed
@@ -121,7 +121,7 @@ class _FinishedSamples(AbstractSet[str]):
 
 
 class TraceWriter:
-    """Writer of a run's trace file.
+    """The writer of a run's trace file.
 
     Samples go to a journal beside the file as they come; `finish` assembles the file under another name and renames it.
     A killed process loses at most the sample in flight, and never an existing file.
@@ -133,12 +133,11 @@ class TraceWriter:
         sample_ids: every sample of the run, in the order of the file.
         attrs: provenance, stored as root attributes.
         overwrite: replace a trace or journal of another run. A file of another run, or one that is no whole trace,
-            stays as it is until this run's is whole and replaces it; a journal of another run, which is no trace yet,
-            is removed at once. A run that was killed before that is resumed with `overwrite` alone: without it the
-            other run's file is refused.
+            stays until this run's is whole and replaces it; a journal of another run is removed at once. A run that
+            was killed in between is resumed only with `overwrite`: without it the other run's file is refused.
         kept: whether the finished file has kept positions, where the samples were measured with them.
-        texts: texts of the samples' prompts and answers; the finished file has these and no others, whatever its
-            samples were measured with. None: samples keep the texts that they have.
+        texts: texts of the samples' prompts and answers; the finished file has these and no others. None: samples keep
+            the texts that they were measured with.
         shards: journals of shards of this run, whose samples are included; `finish` removes them.
 
     Raises TraceError where a file or journal of another run exists and `overwrite` is False.
@@ -161,7 +160,7 @@ class TraceWriter:
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
         self._journal, self._shards = Journal(journal_path(path)), tuple(shards)
         self._journal.check_ownership()
-        if overwrite and not self._extends(self._journal.run()):
+        if overwrite and ((old_run := self._journal.run()) is None or differing_fields(run, old_run)):
             self._journal.discard()
         clear_leftovers(path)
         self._old = existing_trace(path, run, overwrite)
@@ -186,25 +185,28 @@ class TraceWriter:
         """
         return _FinishedSamples(self._known, self._lacking, self._failed)
 
-    def changing_text(self) -> int:
+    def count_text_changes(self) -> int:
         """Return how many finished samples of the older file will gain or lose their text."""
         if self._old is None or self.texts is None:
             return 0
-        held = [name for name in self.sample_ids if self._old.part(name) is not None]
-        return sum(self._changes_text(self._old, name) for name in held)
+        return sum(self._changes_text(self._old, name) for name in self._old_samples(self._old))
 
     def _changes_text(self, old: ExistingTrace, name: str) -> bool:
         """Return whether a sample of the older file will gain or lose its prompt's or its answers' text."""
-        held = [name in old.with_text, *([name in old.with_answers] if old.answered else [])]
-        return any(there != bool(self.texts) for there in held)
+        has_text = [name in old.with_text, *([name in old.with_answers] if old.has_answers else [])]
+        return any(has != bool(self.texts) for has in has_text)
 
-    def changing_kept(self) -> tuple[int, int]:
+    def count_kept_changes(self) -> tuple[int, int]:
         """Return how many finished samples of the older file will lose kept positions, and how many cannot get any."""
         if self._old is None:
             return 0, 0
-        held = [name for name in self.sample_ids if self._old.part(name) is not None]
-        there = sum(name in self._old.with_kept for name in held)
-        return (0, len(held) - there) if self.kept else (there, 0)
+        finished = self._old_samples(self._old)
+        with_kept = sum(name in self._old.with_kept for name in finished)
+        return (0, len(finished) - with_kept) if self.kept else (with_kept, 0)
+
+    def _old_samples(self, old: ExistingTrace) -> list[str]:
+        """Return the samples of this run that are complete in the older file."""
+        return [name for name in self.sample_ids if old.part(name) is not None]
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
         """Store a sample in the journal, measured for `configs`, by default all of the run, in this order.
@@ -230,9 +232,12 @@ class TraceWriter:
             self._failed.add(sample.sample_id)
         else:
             self._failed.discard(sample.sample_id)
-        self._update_missing(sample.sample_id)
+        if lacking := self._missing_configs(sample.sample_id):
+            self._lacking[sample.sample_id] = lacking
+        else:
+            self._lacking.pop(sample.sample_id, None)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Abandon the run: remove a journal that holds no sample."""
         self._journal.discard_empty()
 
@@ -257,7 +262,7 @@ class TraceWriter:
             )
             raise TraceError(msg)
         if not self._is_finished():
-            with written_whole(self.path, folders=False) as beside:
+            with atomic_path(self.path, folders=False) as beside:
                 write_trace(beside, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
         for journal in (self._journal, *self._shards):
             journal.discard()
@@ -273,29 +278,22 @@ class TraceWriter:
 
     def _check_labels(self, configs: Iterable[EvictionConfig]) -> list[str]:
         labels = [config.label() for config in configs]
-        strange = [label for label in labels if label not in self._configs or labels.count(label) > 1]
-        if strange:
-            msg = f"expected configurations of this run, each once, got '{strange[0]}'"
+        invalid = [label for label in labels if label not in self._configs or labels.count(label) > 1]
+        if invalid:
+            msg = f"expected configurations of this run, each once, got '{invalid[0]}'"
             raise TraceError(msg)
         return labels
 
     def _forget_vanished(self) -> None:
-        """Mark the samples of a journal as missing whose folder was removed during the run."""
-        self._begun, held = False, sum(map(len, self._entries.values()))
+        """Mark the samples of the journal, whose folder was removed during the run, as missing."""
+        self._begun, before = False, sum(map(len, self._entries.values()))
         self._entries = {
             name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
         }
-        lost = held - sum(map(len, self._entries.values()))
+        lost = before - sum(map(len, self._entries.values()))
         self._lacking.clear()
         self._lacking.update({name: configs for name in self.sample_ids if (configs := self._missing_configs(name))})
         _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
-
-    def _update_missing(self, name: str) -> None:
-        """Update the missing configurations of a sample."""
-        if lacking := self._missing_configs(name):
-            self._lacking[name] = lacking
-        else:
-            self._lacking.pop(name, None)
 
     def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
         """Raise TraceError for a part that cannot be joined with those already stored."""
@@ -306,9 +304,9 @@ class TraceWriter:
         if len(labels) == len(self._configs):
             return
         parts = self._parts(sample.sample_id)
-        there = [label for part in parts for label in part.labels if label in labels]
-        if there:
-            msg = f"expected what is missing of sample '{sample.sample_id}', got '{there[0]}', which is there"
+        stored = [label for part in parts for label in part.labels if label in labels]
+        if stored:
+            msg = f"expected what is missing of sample '{sample.sample_id}', got '{stored[0]}', which is there"
             raise TraceError(msg)
         check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
 
@@ -316,12 +314,11 @@ class TraceWriter:
         """Return sample -> its entries in the journals of this run, older parts before newer ones."""
         if self._journal.run() is None:
             self._journal.discard()
-        found: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
-        for entry in self._run_entries(self._journal):
-            found[entry.sample_id].append(entry)
-        for entry in (entry for shard in self._shards for entry in self._run_entries(shard) if self._is_new(entry)):
-            found[entry.sample_id].append(entry)
-        return found
+        entries: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
+        shards = (entry for shard in self._shards for entry in self._run_entries(shard) if self._is_new(entry))
+        for entry in (*self._run_entries(self._journal), *shards):
+            entries[entry.sample_id].append(entry)
+        return entries
 
     def _run_entries(self, journal: Journal) -> list[Entry]:
         """Return a journal's entries of this run. Raises TraceError where the journal is another run's."""
@@ -330,7 +327,8 @@ class TraceWriter:
             return []
         check_extends(self.run, run, journal.folder)
         ids = set(self.sample_ids)
-        return [one for one in journal.entries() if one.sample_id in ids and self._configs.keys() >= set(one.labels)]
+        entries = journal.entries()
+        return [entry for entry in entries if entry.sample_id in ids and self._configs.keys() >= set(entry.labels)]
 
     def _is_new(self, entry: Entry) -> bool:
         """Return whether the file lacks a shard's entry, which it has where a merge was killed after writing it."""
@@ -339,18 +337,15 @@ class TraceWriter:
             return old is None and self._old.failures.get(entry.sample_id) != entry.reason
         return old is None or not set(entry.labels) <= set(old.labels)
 
-    def _extends(self, run: RunConfig | None) -> bool:
-        return run is not None and not differing_fields(self.run, run)
-
     def _parts(self, name: str) -> list[ExistingSample | Entry]:
         """Return the stored parts of a sample, each configuration once, older parts before newer ones."""
         old = self._old.part(name) if self._old else None
         entries = [entry for entry in self._entries.get(name, []) if entry.reason is None]
-        return disjoint([*([old] if old else []), *entries])
+        return disjoint_parts([*([old] if old else []), *entries])
 
     def _missing_configs(self, name: str) -> tuple[EvictionConfig, ...]:
-        held = {label for part in self._parts(name) for label in part.labels}
-        return tuple(config for label, config in self._configs.items() if label not in held)
+        stored = {label for part in self._parts(name) for label in part.labels}
+        return tuple(config for label, config in self._configs.items() if label not in stored)
 
     def _reason(self, name: str) -> str | None:
         """Return why the sample failed when it was last measured; None where it did not."""
@@ -364,19 +359,19 @@ class TraceWriter:
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False
-        if self.changing_text() or self.changing_kept()[0]:
+        if self.count_text_changes() or self.count_kept_changes()[0]:
             return False
         return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
         if name in self._lacking:
             return None
-        found = with_text_shapes(name, joined_shapes([part.shapes() for part in self._parts(name)]), self.texts)
-        return found if self.kept else without_kept_shapes(found)
+        shapes = with_text_shapes(name, merged_shapes([part.shapes() for part in self._parts(name)]), self.texts)
+        return shapes if self.kept else without_kept_shapes(shapes)
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
         if name in self._lacking:
             return FailedSample(name, str(self._reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
-        whole = single_whole_part(parts, list(self._configs)) or join(parts, list(self._configs))
-        return with_text(whole if self.kept else without_kept(whole), self.texts)
+        sample = single_complete_part(parts, list(self._configs)) or join_parts(parts, list(self._configs))
+        return with_text(sample if self.kept else without_kept(sample), self.texts)

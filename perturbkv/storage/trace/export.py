@@ -24,9 +24,9 @@ import pyarrow.parquet
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.schema import ANSWER_TEXT, KEPT, ROWS, TEXT, VARIABLES, Variable
-from perturbkv.storage.atomic_files import written_whole
-from perturbkv.storage.output import real
-from perturbkv.storage.trace.texts import pieces_of
+from perturbkv.storage.atomic_files import atomic_path
+from perturbkv.storage.output import real_path
+from perturbkv.storage.trace.texts import token_texts
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 AXES = ("config", "step", "layer", "head")
@@ -48,9 +48,9 @@ def columns(trace: Trace) -> dict[str, Variable]:
 
 
 def schema(trace: Trace) -> pa.Schema:
-    """Return the types, units and provenance of the table."""
+    """Return the table's schema: types, units and provenance."""
     fields = [pa.field("sample", pa.string()), pa.field("config", pa.string())]
-    fields += [pa.field(name, kind) for name, (kind, _) in _choices(trace.run.configs).items()]
+    fields += [pa.field(name, kind) for name, (kind, _) in _config_columns(trace.run.configs).items()]
     fields += [pa.field(axis, pa.int32()) for axis in AXES[1:]]
     for name, variable in columns(trace).items():
         about = {"units": variable.units, "long_name": variable.long_name}
@@ -59,56 +59,56 @@ def schema(trace: Trace) -> pa.Schema:
     return pa.schema(fields, metadata=about)
 
 
-def rows(trace: Trace, place: int) -> pa.RecordBatch:
-    """Return all rows of the sample at index `place` of the trace's `sample` axis."""
+def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
+    """Return all rows of the sample at an index of the trace's `sample` axis."""
     shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
-    every = np.indices(shape).reshape(len(shape), -1)
-    held = trace.measured[place][every[AXES.index("step")]]
-    index = every[:, held]
-    found: dict[str, Any] = {
-        "sample": np.repeat(trace.sample_ids[place], index.shape[1]),
+    cells = np.indices(shape).reshape(len(shape), -1)
+    measured = trace.measured[sample][cells[AXES.index("step")]]
+    index = cells[:, measured]
+    values_of: dict[str, Any] = {
+        "sample": np.repeat(trace.sample_ids[sample], index.shape[1]),
         "config": np.array(trace.run.labels())[index[0]],
     }
-    for name, (kind, values) in _choices(trace.run.configs).items():
-        found[name] = pa.array(values, kind).take(pa.array(index[0]))
-    found |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
-    layers = [trace.layer_name(place) for place in range(shape[AXES.index("layer")])]
-    found["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
+    for name, (kind, values) in _config_columns(trace.run.configs).items():
+        values_of[name] = pa.array(values, kind).take(pa.array(index[0]))
+    values_of |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
+    layers = [trace.layer_name(layer) for layer in range(shape[AXES.index("layer")])]
+    values_of["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
     for name, variable in columns(trace).items():
-        found[name] = _broadcast(trace.arrays[name][place], variable.dims, shape)[held]
-    return pa.RecordBatch.from_pydict(found, schema=schema(trace))
+        values_of[name] = _broadcast(trace.arrays[name][sample], variable.dims, shape)[measured]
+    return pa.RecordBatch.from_pydict(values_of, schema=schema(trace))
 
 
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
     """Write the table, one sample in memory at a time; return the number of rows.
 
-    The path's suffix chooses the format. The file appears whole or not at all; `finished` is called after each sample.
+    The path's suffix determines the format. The file is written atomically; `finished` is called after each sample.
     Raises ConfigError for another suffix.
     """
     check_suffix(path)
     written = 0
-    with written_whole(path) as beside, _writer_class(path)(beside, schema(trace)) as writer:
+    with atomic_path(path) as beside, _writer_class(path)(beside, schema(trace)) as writer:
         for place in np.flatnonzero(trace.ok):
-            batch = rows(trace, int(place))
-            writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
+            batch = sample_rows(trace, int(place))
+            writer.write_batch(escape_formulas(batch) if path.suffix == ".csv" else batch)
             written += batch.num_rows
             finished()
     return written
 
 
-def guarded(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the rows with an apostrophe before each text that a spreadsheet would evaluate.
+def escape_formulas(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Put an apostrophe before each text of the rows that a spreadsheet would evaluate.
 
     A spreadsheet evaluates a text that begins with = + - @, a tab or a carriage return, has more characters, and is no
     number.
     """
-    columns = [_escape_formulas(column) if pa.types.is_string(column.type) else column for column in batch.columns]
+    columns = [_escape_texts(column) if pa.types.is_string(column.type) else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-def _escape_formulas(texts: pa.StringArray) -> pa.StringArray:
-    obeyed = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
-    return pc.if_else(obeyed, pc.binary_join_element_wise("'", texts, ""), texts)
+def _escape_texts(texts: pa.StringArray) -> pa.StringArray:
+    formulas = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
+    return pc.if_else(formulas, pc.binary_join_element_wise("'", texts, ""), texts)
 
 
 def _writer_class(path: Path) -> Any:
@@ -127,22 +127,21 @@ def write_tokens(trace: Trace, path: Path) -> int:
     """
     check_suffix(path)
     written = 0
-    with written_whole(path) as beside, _writer_class(path)(beside, _TOKENS) as writer:
+    with atomic_path(path) as beside, _writer_class(path)(beside, _TOKENS) as writer:
         for name in trace.sample_ids:
             batch = _token_rows(trace.sample(name))
-            writer.write_batch(guarded(batch) if path.suffix == ".csv" else batch)
+            writer.write_batch(escape_formulas(batch) if path.suffix == ".csv" else batch)
             written += batch.num_rows
     return written
 
 
 def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
     """Return a row per token of one sample; none where it failed or was stored without text."""
-    pieces = [] if isinstance(sample, FailedSample) else pieces_of(sample)
-    if isinstance(sample, FailedSample) or not pieces:
+    texts = [] if isinstance(sample, FailedSample) else token_texts(sample)
+    if isinstance(sample, FailedSample) or not texts:
         return pa.RecordBatch.from_pylist([], schema=_TOKENS)
-    named = [sample.sample_id] * len(pieces)
-    tokens = [named, range(len(pieces)), sample.arrays["prompt_token"], pieces]
-    columns = [pa.array(values, kind) for values, kind in zip(tokens, _TOKENS.types, strict=True)]
+    values_of = [[sample.sample_id] * len(texts), range(len(texts)), sample.arrays["prompt_token"], texts]
+    columns = [pa.array(values, kind) for values, kind in zip(values_of, _TOKENS.types, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=_TOKENS)
 
 
@@ -153,29 +152,28 @@ def check_suffix(path: Path) -> None:
         raise ConfigError(msg)
 
 
-def check_other(trace: Path, path: Path) -> None:
-    """Raise ConfigError where the output would replace the trace that it is made from."""
-    if real(trace) == real(path):
+def check_not_source(trace: Path, path: Path) -> None:
+    """Raise ConfigError where the output's path is that of the trace that it is made from."""
+    if real_path(trace) == real_path(path):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise ConfigError(msg)
 
 
-def _choices(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
-    """Return column -> type and every configuration's value.
+def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
+    """Return the columns of the configurations' choices: name -> type and every configuration's value.
 
-    A budget and a protected length are text: 128 are entries, 0.05 a fraction.
+    Budgets and protected lengths are text: 128 are entries, 0.05 is a fraction.
     """
     flat = [config.flat() for config in configs]
-    names = dict.fromkeys(name for one in flat for name in one)
-    found = {}
-    for name in names:
-        values = [one.get(name) for one in flat]
+    columns = {}
+    for name in dict.fromkeys(name for values in flat for name in values):
+        values = [config.get(name) for config in flat]
         if name in _COUNTS:
             values = list(map(str, values))
         kinds = {type(value) for value in values if value is not None}
         kind = kinds.pop() if len(kinds) == 1 else _WIDER.get(frozenset(kinds), str)
-        found[name] = (_TYPES[kind], [value if value is None else kind(value) for value in values])
-    return found
+        columns[name] = (_TYPES[kind], [value if value is None else kind(value) for value in values])
+    return columns
 
 
 def _broadcast(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -208,5 +206,5 @@ def to_dataset(trace: Trace) -> Any:
 
 def to_table(trace: Trace) -> Any:
     """Return a `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `write` stores it."""
-    batches = [rows(trace, int(place)) for place in np.flatnonzero(trace.ok)]
+    batches = [sample_rows(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return pa.Table.from_batches(batches, schema=schema(trace)).to_pandas()

@@ -1,11 +1,12 @@
-"""Reading an HDF5 file of unknown origin: each defect raises one TraceError, and nothing outside the file is read.
+"""Reading an HDF5 file of unknown origin: every defect raises a TraceError, and nothing outside the file is read.
 
 External links, storage in another file and foreign filters are refused before anything is read through them, and so is
-a shape whose numbers the file cannot hold. `validation` checks what a trace has to be.
+a shape whose numbers the file cannot hold. `validation` checks that the contents are a trace.
 
-The global heaps, in which HDF5 stores texts and lists, are checked before HDF5 reads them, as it reads a damaged one
-for ever, and no version of HDF5 stores a checksum for them. The layout is that of "Disk Format: Level 1E - Global Heap"
-in the HDF5 file format specification: a header, then objects, each with its index and size; index 0 is free space.
+The global heaps, in which HDF5 stores texts and lists, are checked before HDF5 reads them, as it never returns from a
+damaged one, and no version of HDF5 stores a checksum for them. The layout is that of "Disk Format: Level 1E - Global
+Heap" in the HDF5 file format specification: a header, then objects, each with its index and size; index 0 is free
+space.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from perturbkv.storage.trace.layout import AXES, STORED
 
 _FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions that h5py raises on a defective file."""
-_OPEN = "already open for write"
-"""HDF5's message for a file that was not closed after it had been open for writing; it need not be damaged."""
+_OPEN_MESSAGE = "already open for write"
+"""Part of HDF5's message for a file that was not closed after writing, which need not be damaged."""
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
-_HERE = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
+_LOCAL_LAYOUTS = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
 _UNSTORED = 16 * 2**20
 """Bytes of a variable, or of a chunk of it, that may exceed what the file stores (fill values)."""
 _DEFLATED = 1032
@@ -44,7 +45,7 @@ def open_file(path: Path) -> Iterator[StoredFile]:
     try:
         file = h5py.File(path, "r")
     except _FAILURES as error:
-        if isinstance(error, OSError) and (error.errno is not None or _OPEN in str(error)):
+        if isinstance(error, OSError) and (error.errno is not None or _OPEN_MESSAGE in str(error)):
             raise TraceUnavailableError(path, error) from error
         msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
         raise TraceError(msg) from error
@@ -57,7 +58,7 @@ class StoredFile:
 
     def __init__(self, file: h5py.File, path: Path) -> None:
         self.path, self._file = path, file
-        self._held: dict[str, Any] = {}
+        self._datasets: dict[str, Any] = {}
         self._texts: dict[tuple[str, str], str] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -72,8 +73,8 @@ class StoredFile:
         with self._translate_errors("its variables"):
             links = {name: self._file.get(name, getlink=True) for name in self._file}
         for name, link in links.items():
-            second = isinstance(link, h5py.SoftLink) and name not in (*AXES, *STORED)
-            if not (second or isinstance(link, h5py.HardLink)):
+            is_alias = isinstance(link, h5py.SoftLink) and name not in (*AXES, *STORED)
+            if not (is_alias or isinstance(link, h5py.HardLink)):
                 self.refuse(f"'{name}' in the file itself", "a link that leads elsewhere")
         return [name for name, link in links.items() if isinstance(link, h5py.HardLink)]
 
@@ -90,51 +91,50 @@ class StoredFile:
             return bool(kind.equal(_little_endian(dtype)))
 
     def unknown_variable(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
-        """Return axes, shape, type, unit, meaning and bytes of a variable unknown to this reader, else None."""
+        """Return axes, shape, type, unit, meaning and bytes of a variable not in the format; None for another item."""
         with self._translate_errors(f"the variable {name}"):
             item = self._file[name]
-            scales = _scales(self._file, item) if isinstance(item, h5py.Dataset) else []
+            scales = _dimension_scales(self._file, item) if isinstance(item, h5py.Dataset) else []
             if not scales or None in scales or "CLASS" in item.attrs:
                 return None
             axes = tuple(scale.name.lstrip("/") for scale in scales)
-            said = [_plain(item.attrs, key) if key in item.attrs else None for key in ("units", "long_name")]
-            if None in said:
+            units, meaning = (
+                _plain_attribute(item.attrs, key) if key in item.attrs else None for key in ("units", "long_name")
+            )
+            if units is None or meaning is None:
                 return None
-            return axes, item.shape, str(item.dtype), str(said[0]), str(said[1]), int(item.nbytes)
+            return axes, item.shape, str(item.dtype), str(units), str(meaning), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
-        """Return which of the `known` axes is attached to each dimension of a variable, else 'none' or 'another'."""
+        """Return the one of the `known` axes attached to each dimension of a variable, else 'none' or 'another'."""
         with self._translate_errors(f"the axes of {name}"):
-            scales = _scales(self._file, self._dataset(name))
-        held = {axis: self._dataset(axis) for axis in known}
+            scales = _dimension_scales(self._file, self._dataset(name))
+        datasets = {axis: self._dataset(axis) for axis in known}
         return tuple(
-            "none" if scale is None else next((axis for axis in known if held[axis] == scale), "another")
+            "none" if scale is None else next((axis for axis in known if datasets[axis] == scale), "another")
             for scale in scales
         )
 
-    def attributes(self) -> Mapping[str, str | int | float]:
-        """Return the file's attributes that are texts or single numbers; others are left out."""
-        return self._attributes
-
     @cached_property
-    def _attributes(self) -> dict[str, str | int | float]:
+    def attributes(self) -> Mapping[str, str | int | float]:
+        """The file's attributes that are texts or single numbers."""
         with self._translate_errors("its attributes"):
-            found = {key: _plain(self._file.attrs, key) for key in self._file.attrs}
-        return {key: value for key, value in found.items() if value is not None}
+            values = {key: _plain_attribute(self._file.attrs, key) for key in self._file.attrs}
+        return {key: value for key, value in values.items() if value is not None}
 
     def text(self, name: str, key: str) -> str:
-        """Return a variable's attribute that is a text."""
+        """Return the text of a variable's attribute."""
         if (name, key) in self._texts:
             return self._texts[name, key]
         with self._translate_errors(f"the text '{key}' of {name}"):
             attrs = self._dataset(name).attrs
-            value = _plain(attrs, key) if key in attrs else None
+            value = _plain_attribute(attrs, key) if key in attrs else None
         if not isinstance(value, str):
             self.refuse(f"a text as '{key}' of {name}", "none")
         self._texts[name, key] = value
         return value
 
-    def sums(self, name: str) -> NDArray[np.uint32] | None:
+    def checksums(self, name: str) -> NDArray[np.uint32] | None:
         """Return the checksums of a variable's numbers; None where there are none."""
         with self._translate_errors(f"the sums of {name}"):
             attrs = self._dataset(name).attrs
@@ -145,29 +145,29 @@ class StoredFile:
 
         Raises TraceError for a wrong checksum.
         """
-        held = self._dataset(name)
+        dataset = self._dataset(name)
         with self._translate_errors(f"the numbers of {name}"):
-            numbers = np.asarray((held.asstr() if held.dtype.kind == "O" else held)[where])
-        if not layout.checksums_agree(self.sums(name), numbers, where, name):
+            numbers = np.asarray((dataset.asstr() if dataset.dtype.kind == "O" else dataset)[where])
+        if not layout.checksums_agree(self.checksums(name), numbers, where, name):
             self.refuse(f"the numbers of {name} as they were written", "others")
         return numbers
 
     def refuse(self, expected: str, got: str) -> NoReturn:
-        """Raise TraceError."""
-        again = "the file is damaged or was changed since it was made; make it again"
-        msg = f"expected {expected} in {self.path}, got {got[:200]}; {again}"
+        """Raise TraceError for a damaged file."""
+        advice = "the file is damaged or was changed since it was made; make it again"
+        msg = f"expected {expected} in {self.path}, got {got[:200]}; {advice}"
         raise TraceError(msg)
 
     def refuse_version(self, version: int, known: int) -> NoReturn:
-        """Raise TraceError for a format that is newer than this reader, or one that is no longer read."""
-        again = "measure it again: the perturbkv trace that made it, with --overwrite"
-        todo = "update perturbkv" if version > known else again
+        """Raise TraceError for a format version that is newer than this reader, or too old for it."""
+        measure_again = "measure it again: the perturbkv trace that made it, with --overwrite"
+        todo = "update perturbkv" if version > known else measure_again
         msg = f"expected a trace of format {known} at {self.path}, got format {version}; {todo}"
         raise TraceError(msg)
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """Raise TraceError for any failure of HDF5 inside the block, which may call nothing but HDF5."""
+        """Turn any failure of HDF5 inside the block into a TraceError; the block may call only HDF5."""
         try:
             yield
         except _FAILURES:
@@ -175,22 +175,22 @@ class StoredFile:
 
     def _dataset(self, name: str) -> Any:
         """Return a variable or an axis whose numbers are stored in this file."""
-        if name not in self._held:
+        if name not in self._datasets:
             with self._translate_errors(f"the variable {name}"):
                 item = self._file[name]
                 if not isinstance(item, h5py.Dataset) or item.shape is None:
                     self.refuse(f"the variable {name}", "something else of this name")
                 self._check_storage(name, item)
-                if name not in ROWS:  # those axes only count, and hold nothing
+                if name not in ROWS:  # those axes have no data
                     self._check_size(name, item)
-            self._held[name] = item
-        return self._held[name]
+            self._datasets[name] = item
+        return self._datasets[name]
 
     def _check_storage(self, name: str, item: h5py.Dataset) -> None:
         """Raise TraceError for numbers in other files or datasets, and for filters that are not HDF5's own."""
-        plan = item.id.get_create_plist()
-        filters = {plan.get_filter(place)[0] for place in range(plan.get_nfilters())}
-        if plan.get_layout() not in _HERE or plan.get_external_count():
+        properties = item.id.get_create_plist()
+        filters = {properties.get_filter(index)[0] for index in range(properties.get_nfilters())}
+        if properties.get_layout() not in _LOCAL_LAYOUTS or properties.get_external_count():
             self.refuse(f"the numbers of {name} in the file itself", "numbers that lie elsewhere")
         if not filters <= _FILTERS:
             self.refuse(f"{name} under deflate, shuffle and Fletcher32 alone", f"the filters {sorted(filters)}")
@@ -211,11 +211,11 @@ def _little_endian(dtype: str) -> Any:
     return h5py.h5t.py_create(np.dtype(dtype).newbyteorder("<"))
 
 
-def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
+def _dimension_scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
     """Return the dimension scale of each dimension of a variable; None where it has none.
 
-    The attribute is read as the specification of dimension scales lays it out: HDF5's own reader crashes on attributes
-    of another type.
+    The attribute is read as the specification of dimension scales defines it, as HDF5's own reader crashes on
+    attributes of another type.
     """
     key = "DIMENSION_LIST"
     kind = h5py.check_vlen_dtype(item.attrs.get_id(key).dtype) if key in item.attrs else None
@@ -224,72 +224,73 @@ def _scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
     return [file[row[0]] if len(row) else None for row in np.atleast_1d(item.attrs[key])]
 
 
-def _plain(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:
+def _plain_attribute(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:
     """Return an attribute that is a text or a single number; None for any other."""
-    held = attrs.get_id(key)
-    kind = held.dtype
-    if held.shape != () or not (kind.kind in "iuf" or h5py.check_string_dtype(kind)):
+    attribute = attrs.get_id(key)
+    kind = attribute.dtype
+    if attribute.shape != () or not (kind.kind in "iuf" or h5py.check_string_dtype(kind)):
         return None
     value = attrs[key]
     if kind.kind in "iuf":
         return value.item()  # type: ignore[no-any-return]
     text = value if isinstance(value, str) else value.decode()
-    text.encode()  # h5py gives bytes that are no text as half characters
+    text.encode()  # raises for lone surrogates, h5py's form of bytes that are no UTF-8
     return str(text)
 
 
 _HEADER = b"GCOL\x01\0\0\0"
 _BLOCK = 2**26
-_OBJECT = struct.Struct("<HH4xQ")
+_OBJECT_HEADER = struct.Struct("<HH4xQ")
 """Index, references, size; objects begin at multiples of 8 after the header and their heap's size."""
 
 
 def check_heaps(path: Path) -> None:
-    """Raise TraceError where the objects of a heap do not fill it without gaps.
+    """Raise TraceError unless the objects of each global heap fill it without gaps.
 
     A file is read through once, and again when it has changed.
     """
-    found = path.stat()
-    _check(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    status = path.stat()
+    _check_heaps_once(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @lru_cache(maxsize=64)
-def _check(path: Path, stamp: tuple[int, ...]) -> None:
+def _check_heaps_once(path: Path, stamp: tuple[int, ...]) -> None:
     """Check the heaps once per `stamp`, which identifies the version of the file."""
     with path.open("rb") as stream:
-        for place in list(_heap_offsets(stream)):
-            if not _is_filled(stream, place):
+        for offset in list(_heap_offsets(stream)):
+            if not _is_filled(stream, offset):
                 msg = (
-                    f"expected texts and lists that HDF5 can read in {path}, got a damaged heap at byte {place}; the "
+                    f"expected texts and lists that HDF5 can read in {path}, got a damaged heap at byte {offset}; the "
                     "file is damaged or was changed since it was made; make it again"
                 )
                 raise TraceError(msg)
 
 
 def _heap_offsets(stream: BinaryIO) -> Iterator[int]:
-    """Return the offsets of all heaps."""
-    begin, kept = 0, b""
+    """Yield the offsets of all global heaps."""
+    begin, overlap = 0, b""
     while block := stream.read(_BLOCK):
-        block = kept + block
-        found = block.find(_HEADER)
-        while found >= 0:
-            yield begin + found
-            found = block.find(_HEADER, found + 1)
-        kept = block[-len(_HEADER) + 1 :]
-        begin += len(block) - len(kept)
+        block = overlap + block
+        index = block.find(_HEADER)
+        while index >= 0:
+            yield begin + index
+            index = block.find(_HEADER, index + 1)
+        overlap = block[-len(_HEADER) + 1 :]
+        begin += len(block) - len(overlap)
 
 
-def _is_filled(stream: BinaryIO, place: int) -> bool:
-    stream.seek(place + len(_HEADER))
+def _is_filled(stream: BinaryIO, offset: int) -> bool:
+    """Return whether the objects of the heap at an offset fill it without gaps."""
+    stream.seek(offset + len(_HEADER))
     raw = stream.read(8)
     size = int.from_bytes(raw, "little") - len(_HEADER) - 8
     if len(raw) < 8 or not 0 <= size <= 2**32:
         return False
     objects = stream.read(size)
     at = 0
-    while at + _OBJECT.size <= len(objects):
-        index, _, length = _OBJECT.unpack_from(objects, at)
-        at += _OBJECT.size + -(-length // 8) * 8 if index else length
-        if not index and length < _OBJECT.size:
+    while at + _OBJECT_HEADER.size <= len(objects):
+        index, _, length = _OBJECT_HEADER.unpack_from(objects, at)
+        at += _OBJECT_HEADER.size + -(-length // 8) * 8 if index else length
+        if not index and length < _OBJECT_HEADER.size:
             return False
     return at <= len(objects) == size

@@ -1,9 +1,8 @@
-"""The layout of a trace file: format, axes, variables, least size and checksums.
+"""The layout of a trace file: format, axes, variables, smallest size and checksums.
 
-Checksums are CRC-32. HDF5's own checksums show whether a chunk is the one that was written, but not whether it is where
-it was, and cover only the addresses of texts. So every variable along `sample` has a sum for each sample, every other
-one a single sum, over its numbers as they are in the file: little-endian, the last axis fastest; texts in UTF-8, each
-followed by a NUL.
+Checksums are CRC-32. HDF5's own checksums detect a changed chunk but not a moved one, and cover only the addresses of
+texts. So every variable along `sample` has a checksum for each sample, every other one a single checksum, over its
+numbers as they are in the file: little-endian, the last axis fastest; texts in UTF-8, each followed by a NUL.
 """
 
 from __future__ import annotations
@@ -45,18 +44,20 @@ STORED = {**VARIABLES, **FLAGS}
 
 def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
     """Return a lower bound of a trace file's size in bytes: its prompts' tokens, which are stored uncompressed."""
-    rows = [
+    variables = [
         variable for name, variable in VARIABLES.items() if name in names and variable.in_rows and name != "kept_code"
     ]
-    return sum(math.prod(sizes[axis] for axis in one.axes) * np.dtype(one.dtype).itemsize for one in rows)
+    return sum(
+        math.prod(sizes[axis] for axis in variable.axes) * np.dtype(variable.dtype).itemsize for variable in variables
+    )
 
 
 CHECKSUM = "crc32"
-"""The attribute with the checksums: of a variable for its numbers, of the file for all texts."""
+"""Name of the attribute with checksums: on a variable those of its numbers, on the file those of all texts."""
 
 
 def checksum_of(block: NDArray[Any], before: int = 0) -> int:
-    """Return the CRC-32 of numbers or texts, continuing from `before`."""
+    """Return the CRC-32 of numbers or texts, continued from `before`."""
     if block.dtype.kind in "OU":
         return zlib.crc32("".join(f"{text}\0" for text in block.flat).encode(), before)
     return zlib.crc32(np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<")).data, before)
@@ -72,15 +73,15 @@ def checksums_agree(sums: NDArray[np.uint32] | None, numbers: NDArray[Any], wher
     if name not in STORED or STORED[name].axes[0] != "sample":
         return where != () or (len(sums) == 1 and checksum_of(numbers) == sums[0])
     if where == ():
-        blocks = [numbers[place : place + 1] for place in range(len(numbers))]
+        blocks = [numbers[index : index + 1] for index in range(len(numbers))]
         return len(sums) == len(blocks) and all(
-            checksum_of(block) == one for block, one in zip(blocks, sums, strict=True)
+            checksum_of(block) == expected for block, expected in zip(blocks, sums, strict=True)
         )
     return not isinstance(where, int) or (where < len(sums) and checksum_of(numbers) == sums[where])
 
 
 def checksum_text(units: str, long_name: str) -> str:
-    """Return a variable's unit and meaning as one text for the checksum."""
+    """Return a variable's unit and meaning as the one text that is checksummed."""
     return f"{units}\0{long_name}"
 
 
@@ -89,18 +90,19 @@ def checksum_document(attributes: Mapping[str, str], texts: Mapping[str, str]) -
     return json.dumps({"attributes": _text_checksums(attributes), "variables": _text_checksums(texts)}, sort_keys=True)
 
 
-def differing_checksums(held: str, attributes: Mapping[str, str], texts: Mapping[str, str]) -> str | None:
-    """Return the first attribute or variable whose text differs from the checksums in `held`, or is missing; else None.
+def first_difference(document: str, attributes: Mapping[str, str], texts: Mapping[str, str]) -> str | None:
+    """Return the first attribute or variable whose text is missing or differs from the checksums; None without one.
 
-    Texts without a checksum are ignored. Raises ValueError where `held` is no such document.
+    `document` is that of `checksum_document`; texts without a checksum in it are ignored. Raises ValueError for any
+    other text.
     """
-    told = json.loads(held)
-    if not isinstance(told, dict) or told.keys() != {"attributes", "variables"}:
-        msg = "no sums"
+    checksums = json.loads(document)
+    if not isinstance(checksums, dict) or checksums.keys() != {"attributes", "variables"}:
+        msg = "no checksums"
         raise ValueError(msg)
-    for kind, found in (("attributes", attributes), ("variables", texts)):
-        sums = _text_checksums(found)
-        for name, expected in told[kind].items():
+    for kind, values in (("attributes", attributes), ("variables", texts)):
+        sums = _text_checksums(values)
+        for name, expected in checksums[kind].items():
             if sums.get(name) != expected:
                 return str(name)
     return None

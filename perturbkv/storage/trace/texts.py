@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
-from perturbkv.storage.run.merge import Arrays, Shapes, digests
+from perturbkv.storage.run.sample_parts import Arrays, Shapes, kept_digests
 from perturbkv.trace import FailedSample, SampleTrace
 
 _GENERATED = ("generated_full", "generated")
@@ -27,7 +27,7 @@ _NUL, _SHOWN_NUL = "\0", "\u2400"
 
 @dataclass(frozen=True)
 class SampleText:
-    """The text that a sample is to store.
+    """The text to store in a sample.
 
     Attributes:
         prompt: the variables `TEXT`.
@@ -43,13 +43,13 @@ class SampleText:
         """Return the variables `ANSWER_TEXT` of a sample with these arrays; none where nothing was generated."""
         if not arrays.keys() >= set(_GENERATED):
             return {}
-        said: dict[tuple[int, ...], str] = {}  # most caches say what others said
+        decoded: dict[tuple[int, ...], str] = {}  # most caches give the same answer as others
         rows = [tuple(row[row >= 0].tolist()) for row in (arrays["generated_full"], *arrays["generated"])]
         for tokens in rows:
-            if tokens not in said:
-                said[tokens] = storable(self.decode(list(tokens)))
-        full, *evicted = (said[tokens] for tokens in rows)
-        expected = storable(json.dumps(list(self.expected), ensure_ascii=False))
+            if tokens not in decoded:
+                decoded[tokens] = storable_text(self.decode(list(tokens)))
+        full, *evicted = (decoded[tokens] for tokens in rows)
+        expected = storable_text(json.dumps(list(self.expected), ensure_ascii=False))
         values = (full, evicted, expected)
         return {name: np.array(value, dtype=object) for name, value in zip(ANSWER_TEXT, values, strict=True)}
 
@@ -58,12 +58,12 @@ Texts = Mapping[str, SampleText]
 """Sample id -> its text. An empty mapping removes the text of every sample."""
 
 
-def storable(text: str) -> str:
+def storable_text(text: str) -> str:
     """Return a text as HDF5 can store it: U+0000 is replaced; lone surrogates are escaped as in JSON."""
     return text.replace(_NUL, _SHOWN_NUL).encode(errors="backslashreplace").decode()
 
 
-def pieces_of(sample: SampleTrace) -> list[str]:
+def token_texts(sample: SampleTrace) -> list[str]:
     """Return the text of each token of the sample's prompt; none where it is stored without text.
 
     Raises TraceError where the tokens' starts do not ascend within the text.
@@ -86,8 +86,8 @@ def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> Sample
     if texts is None or isinstance(sample, FailedSample):
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
-    own = texts.get(sample.sample_id)
-    return SampleTrace(sample.sample_id, {**others, **own.prompt, **own.answers(others)} if own else others)
+    text = texts.get(sample.sample_id)
+    return SampleTrace(sample.sample_id, {**others, **text.prompt, **text.answers(others)} if text else others)
 
 
 def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
@@ -95,14 +95,14 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
     if texts is None:
         return shapes
     others = {name: shape for name, shape in shapes.items() if name not in (*TEXT, *ANSWER_TEXT)}
-    own = texts.get(sample_id)
-    if own is None:
+    text = texts.get(sample_id)
+    if text is None:
         return others
-    length = {True: (len(own.prompt["prompt_token"]),), False: ()}
-    said = {name: length[VARIABLES[name].in_rows] for name in own.prompt}  # what is decoded need not be yet
+    shape = {True: (len(text.prompt["prompt_token"]),), False: ()}
+    added = {name: shape[VARIABLES[name].in_rows] for name in text.prompt}  # answers are not decoded for this
     if others.keys() >= set(_GENERATED):
-        said |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
-    return {**others, **said}
+        added |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
+    return {**others, **added}
 
 
 def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSample:
@@ -110,7 +110,7 @@ def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSamp
     if isinstance(sample, FailedSample) or KEPT[0] not in sample.arrays:
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in KEPT}
-    return SampleTrace(sample.sample_id, {**others, DIGEST: digests(sample.arrays)})
+    return SampleTrace(sample.sample_id, {**others, DIGEST: kept_digests(sample.arrays)})
 
 
 def without_kept_shapes(shapes: Shapes) -> Shapes:

@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED, ROWS, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED_LAYERS, ROWS, TEXT, VARIABLES
 from perturbkv.storage.run.journal import Journal, journal_path
-from perturbkv.storage.run.shards import beside
+from perturbkv.storage.run.shards import find_shards
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.hdf5 import StoredFile, check_heaps, open_file
 from perturbkv.storage.trace.layout import AXES, STORED
 from perturbkv.storage.trace.validation import (
-    axes_of,
     check_codes,
     check_configs,
     check_coordinate,
-    check_expected,
+    check_expected_answers,
     check_numbers,
     check_ranges,
     check_run,
@@ -41,49 +40,50 @@ from perturbkv.storage.trace.validation import (
     check_structure,
     check_text,
     check_version,
-    run_of,
-    variables_of,
+    known_axes,
+    known_variables,
+    parse_run,
 )
 from perturbkv.trace import Trace, sample_arrays
 from perturbkv.user_files import FileKind
 
 
-def sample_of(file: StoredFile, names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
-    """Return those of the named variables that a complete sample has, as in a `SampleTrace`, reading its bytes alone.
+def read_sample(file: StoredFile, names: Iterable[str], index: int) -> dict[str, NDArray[Any]]:
+    """Return those of the named variables that a complete sample has, as in a `SampleTrace`; others are not read.
 
-    Raises TraceError where its codes are no kept positions.
+    Raises TraceError where its codes are no valid kept positions.
     """
-    held = sample_arrays(file.read, [name for name in names if name in file], place)
-    if KEPT[2] in held:
-        told = {name: file.read(name, place)[np.newaxis] for name in ("kept_count", "prompt_tokens")}
-        told |= {name: held[name][np.newaxis] for name in KEPT[:2] if name in held}
-        check_codes(file.path, told, np.array([True]), held[KEPT[2]])
-    return held
+    arrays = sample_arrays(file.read, [name for name in names if name in file], index)
+    if KEPT[2] in arrays:
+        counts = {name: file.read(name, index)[np.newaxis] for name in ("kept_count", "prompt_tokens")}
+        counts |= {name: arrays[name][np.newaxis] for name in KEPT[:2] if name in arrays}
+        check_codes(file.path, counts, np.array([True]), arrays[KEPT[2]])
+    return arrays
 
 
 class LazyArrays(Mapping[str, NDArray[np.generic]]):
-    """Arrays by name: `held` are in memory, `later` are read by `read` when first used, once each."""
+    """Arrays by name: `arrays` are in memory, those named in `later` are read by `read` when first used."""
 
     def __init__(
-        self, held: Mapping[str, NDArray[Any]], later: Sequence[str], read: Callable[[str], NDArray[Any]]
+        self, arrays: Mapping[str, NDArray[Any]], later: Sequence[str], read: Callable[[str], NDArray[Any]]
     ) -> None:
-        self._held, self._later, self._read = dict(held), tuple(later), read
+        self._arrays, self._later, self._read = dict(arrays), tuple(later), read
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
-        if name in self._later and name not in self._held:
-            self._held[name] = self._read(name)
-        return self._held[name]
+        if name in self._later and name not in self._arrays:
+            self._arrays[name] = self._read(name)
+        return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._held, *self._later]))
+        return iter(dict.fromkeys([*self._arrays, *self._later]))
 
     def __len__(self) -> int:
-        return len(set(self._held) | set(self._later))
+        return len(set(self._arrays) | set(self._later))
 
 
-_FILE = FileKind("a trace file (HDF5)", TraceError, most=2**63)
-_OWN = ("run", "_NCProperties", layout.CHECKSUM)
-"""Root attributes that are no provenance."""
+_FILE = FileKind("a trace file (HDF5)", TraceError, max_bytes=2**63)
+_FORMAT_ATTRIBUTES = ("run", "_NCProperties", layout.CHECKSUM)
+"""Root attributes of the format itself, which are no provenance."""
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -94,15 +94,15 @@ def read_trace(path: str | Path) -> Trace:
     command that measures them.
     """
     path = Path(path)
-    with opened(path) as file:
-        run = _checked_run(file)
-        ids, failures = _samples(file)
+    with open_trace(path) as file:
+        run = _check_and_read_run(file)
+        ids, failures = _read_samples(file)
         names = [name for name in VARIABLES if name in file]
         later = [name for name in names if _is_large(name)]
         arrays = {name: file.read(name) for name in names if name not in later}
         attrs = _provenance(file)
     digest = _digest(path)
-    trace = Trace(run, ids, LazyArrays(arrays, later, _read_later(path)), failures, attrs, str(path), digest)
+    trace = Trace(run, ids, LazyArrays(arrays, later, _variable_reader(path)), failures, attrs, str(path), digest)
     check_numbers(path, arrays, trace.measured)
     return trace
 
@@ -111,36 +111,34 @@ def _is_large(name: str) -> bool:
     return VARIABLES[name].in_rows or VARIABLES[name].dtype == "str" or VARIABLES[name].raw
 
 
-def _read_later(path: Path) -> Callable[[str], Any]:
-    """Return a function that reads one variable; it raises TraceError once the file was written again."""
+def _variable_reader(path: Path) -> Callable[[str], Any]:
+    """Return a function that reads one variable; it raises TraceError after the file was written again."""
     stamp = path.stat().st_mtime_ns
 
     def read(name: str) -> Any:
-        with opened(path, stamp) as file:
-            return _checked_rows(file, name, file.read(name))
+        with open_trace(path, stamp) as file:
+            contents = file.read(name)
+            _check_contents(file, name, contents)
+            return contents
 
     return read
 
 
-def _checked_rows(file: StoredFile, name: str, found: Any) -> Any:
-    """Return a variable's contents.
-
-    Raises TraceError for offsets outside a prompt or its text, and for invalid lists.
-    """
+def _check_contents(file: StoredFile, name: str, contents: Any) -> None:
+    """Raise TraceError for positions outside a prompt or its text, and for invalid lists of answers."""
     if name == "kept_code":
-        told = {one: file.read(one) for one in (*KEPT[:2], "kept_count", "prompt_tokens")}
-        check_codes(file.path, told, file.read("complete") != 0, found)
+        related = {other: file.read(other) for other in (*KEPT[:2], "kept_count", "prompt_tokens")}
+        check_codes(file.path, related, file.read("complete") != 0, contents)
     elif name == "prompt_start":
-        told = {one: file.read(one) for one in ("prompt_offset", "prompt_count", "prompt_text")}
-        check_text(file.path, told, found)
+        related = {other: file.read(other) for other in ("prompt_offset", "prompt_count", "prompt_text")}
+        check_text(file.path, related, contents)
     elif name == "expected_answers":
-        check_expected(file.path, found)
-    return found
+        check_expected_answers(file.path, contents)
 
 
 @dataclass(frozen=True)
 class StoredVariable:
-    """A variable's description in the file."""
+    """The description of a variable in the file."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -152,10 +150,10 @@ class StoredVariable:
 
 @dataclass(frozen=True)
 class Description:
-    """The contents of a trace file without its numbers, but for the bytes of its evicted caches, summed over samples.
+    """The description of a trace file without its numbers.
 
-    `with_text` has the samples whose prompt's text is stored, `with_kept` those whose kept positions are,
-    `with_answers` those whose answers' text is.
+    `caches` are the bytes of evicted caches, summed over samples. `with_text` are the samples stored with their
+    prompt's text, `with_kept` those with kept positions, `with_answers` those with the text of answers.
     """
 
     run: RunConfig
@@ -172,12 +170,12 @@ class Description:
 def describe(path: Path) -> Description:
     """Return a trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
     path = Path(path)
-    with opened(path) as file:
-        run = _checked_run(file)
-        ids, failures = _samples(file)
-        names = dict.fromkeys([*variables_of(file.names()), *file.names()])
-        found = {name: _stored(file, name) for name in names if name not in AXES}
-        variables = {name: one for name, one in found.items() if one is not None}
+    with open_trace(path) as file:
+        run = _check_and_read_run(file)
+        ids, failures = _read_samples(file)
+        names = dict.fromkeys([*known_variables(file.names()), *file.names()])
+        described = {name: _describe_variable(file, name) for name in names if name not in AXES}
+        variables = {name: variable for name, variable in described.items() if variable is not None}
         caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
         stored = _samples_with_text(file, ids), _samples_with_kept(file, ids), _samples_with_answers(file, ids)
         return Description(run, ids, failures, _provenance(file), variables, caches, *stored)
@@ -189,8 +187,8 @@ def _samples_with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def _samples_with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    told = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
-    return tuple(name for name, expected in zip(ids, told.tolist(), strict=True) if expected)
+    answers = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
+    return tuple(name for name, expected in zip(ids, answers.tolist(), strict=True) if expected)
 
 
 def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
@@ -198,16 +196,16 @@ def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
         return ()
     counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
     complete = (file.read("complete") != 0) & ((counts == 0) | (lengths > 0)).all(axis=1)
-    return tuple(name for name, held in zip(ids, complete.tolist(), strict=True) if held)
+    return tuple(name for name, has_all in zip(ids, complete.tolist(), strict=True) if has_all)
 
 
-def _stored(file: StoredFile, name: str) -> StoredVariable | None:
+def _describe_variable(file: StoredFile, name: str) -> StoredVariable | None:
     """Return a variable's description, also of an unknown one; None for an item that is no variable."""
     if name not in STORED:
-        held = file.unknown_variable(name)
-        return held and StoredVariable(*held)
+        unknown = file.unknown_variable(name)
+        return unknown and StoredVariable(*unknown)
     variable, shape = STORED[name], file.shape(name)
-    if variable.dtype == "str":  # of a text HDF5 counts its address alone
+    if variable.dtype == "str":  # HDF5 counts only the addresses of texts
         dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name).flat)
     else:
         dtype, nbytes = variable.dtype, math.prod(shape) * np.dtype(variable.dtype).itemsize
@@ -215,9 +213,10 @@ def _stored(file: StoredFile, name: str) -> StoredVariable | None:
 
 
 def read_run(path: Path) -> RunConfig:
-    """Return the run of a trace file, its numbers unread. Raises TraceError as `read_trace` does."""
-    with opened(path) as file:
-        return _run(file)
+    """Return the run of a trace file without reading its numbers. Raises TraceError as `read_trace` does."""
+    with open_trace(path) as file:
+        check_version(file)
+        return parse_run(file)
 
 
 def describe_whole(path: Path) -> Description:
@@ -225,26 +224,27 @@ def describe_whole(path: Path) -> Description:
 
     Raises TraceError as `describe` does, and where a variable is missing that a trace MUST hold.
     """
-    held = describe(path)
-    missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in held.variables]
+    description = describe(path)
+    stored = description.variables
+    missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in stored]
     if missing:
         names = ", ".join(missing)
         msg = f"expected a whole trace at {path}, got one without {names}; use another --output, or --overwrite"
         raise TraceError(msg)
-    return held
+    return description
 
 
 @contextmanager
-def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
+def open_trace(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
     """Open a trace file for reading.
 
     Raises TraceError for a missing or damaged file, and for one that was written after `stamp` (st_mtime_ns).
     """
     if not path.exists():
-        raise TraceError(_missing(path))
+        raise TraceError(_missing_message(path))
     _FILE.check(path)
     with open_file(path) as file:
-        if stamp is None:  # with one it was looked through before
+        if stamp is None:  # with a stamp it was checked before
             check_heaps(path)
         elif path.stat().st_mtime_ns != stamp:
             msg = f"expected the trace at {path} as it was, got one written since; open it again"
@@ -252,12 +252,13 @@ def opened(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
         yield file
 
 
-def _missing(path: Path) -> str:
+def _missing_message(path: Path) -> str:
+    """Return the message of the error for a missing trace, which may be unfinished or in shards."""
     journal = Journal(journal_path(path))
     if journal.folder.exists():
         kept = len(journal.sample_ids())
         return f"the run of {path} is unfinished, {kept} samples are kept; run the same command again to go on"
-    if shards := beside(path):
+    if shards := find_shards(path):
         finished, count = sum(one.is_done() for one in shards), shards[0].shard.count
         return (
             f"the run of {path} is in shards, of which {finished} of {count} are done; perturbkv merge {path} joins "
@@ -266,65 +267,62 @@ def _missing(path: Path) -> str:
     return f"expected a trace file at {path}, got nothing; make one with perturbkv trace -o {path}"
 
 
-def _run(file: StoredFile) -> RunConfig:
-    check_version(file)
-    return run_of(file)
+def _check_and_read_run(file: StoredFile) -> RunConfig:
+    """Return a file's run after checking its structure, axes, shapes, states and offsets.
 
-
-def _checked_run(file: StoredFile) -> RunConfig:
-    """Return the run of a file that follows the format, and whose axes are the run's and its variables'.
-
-    Raises TraceError for any other file, such as one with counts outside their axes or with a sample that is neither
+    Raises TraceError for an invalid file, such as one with offsets outside their axes or with a sample that is neither
     complete nor failed.
     """
-    run = _run(file)
+    check_version(file)
+    run = parse_run(file)
     check_structure(file)
     path, names = file.path, file.names()
-    lengths = {axis: file.shape(axis)[0] for axis in axes_of(names)}
-    check_configs(path, run.labels(), _names(file, "config"))
+    lengths = {axis: file.shape(axis)[0] for axis in known_axes(names)}
+    check_configs(path, run.labels(), _read_names(file, "config"))
     check_run(path, lengths, run)
-    check_samples(path, _names(file, "sample"))
-    check_shapes(path, lengths, {name: file.shape(name) for name in variables_of(names)})
+    check_samples(path, _read_names(file, "sample"))
+    check_shapes(path, lengths, {name: file.shape(name) for name in known_variables(names)})
     for axis in lengths:
         if axis not in ("sample", "config", *ROWS):
             check_coordinate(path, axis, file.read(axis), _measured_layers(file) if axis == "layer" else None)
     if "steps_measured" in file:
         check_step_counts(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
     check_states(path, file.read("complete"), file.read("failure"))
-    for axis, told in ROWS.items():
-        if {*told, axis} <= set(names):
-            offset, count = map(file.read, told)
-            check_ranges(path, axis, told, offset, count, lengths[axis])
+    for axis, variables in ROWS.items():
+        if {*variables, axis} <= set(names):
+            offset, count = map(file.read, variables)
+            check_ranges(path, axis, variables, offset, count, lengths[axis])
     return run
 
 
 def _measured_layers(file: StoredFile) -> tuple[int, ...] | None:
     """Return the measured layers' indices; None where the file stores none. Raises TraceError for an invalid list."""
-    told = file.attributes().get(MEASURED)
-    if told is None:
+    text = file.attributes.get(MEASURED_LAYERS)
+    if text is None:
         return None
     try:
-        found, of = layer_types.parse_measured(str(told))
+        layers, count = layer_types.parse_measured(str(text))
     except ValueError:
-        found, of = (), 0
-    if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < of:
-        file.refuse(f"{MEASURED} such as '5 11 17 of 18'", f"'{told}'")
-    return found
+        layers, count = (), 0
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+        file.refuse(f"{MEASURED_LAYERS} such as '5 11 17 of 18'", f"'{text}'")
+    return layers
 
 
-def _names(file: StoredFile, axis: str) -> list[str]:
+def _read_names(file: StoredFile, axis: str) -> list[str]:
     return [str(name) for name in file.read(axis)]
 
 
-def _samples(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
-    ids, complete = tuple(_names(file, "sample")), file.read("complete")
-    reasons = zip(ids, file.read("failure"), complete, strict=True)
-    return ids, {name: str(reason) for name, reason, whole in reasons if not whole}
+def _read_samples(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return all sample ids, and the id of each failed sample -> its reason."""
+    ids, complete = tuple(_read_names(file, "sample")), file.read("complete")
+    states = zip(ids, file.read("failure"), complete, strict=True)
+    return ids, {name: str(reason) for name, reason, is_complete in states if not is_complete}
 
 
 def _provenance(file: StoredFile) -> dict[str, str]:
     """Return the root attributes that are not the format's own."""
-    return {name: str(value) for name, value in file.attributes().items() if name not in _OWN}
+    return {name: str(value) for name, value in file.attributes.items() if name not in _FORMAT_ATTRIBUTES}
 
 
 def _digest(path: Path) -> str:

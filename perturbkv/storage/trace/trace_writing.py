@@ -1,6 +1,6 @@
 """Writing a run's samples, or a trace in memory, to the trace file that FORMAT.md in the parent folder specifies.
 
-Where a write fails, as on a full disk, HDF5 cannot close its file: the process ends in a segmentation fault. So
+After a failed write, as on a full disk, HDF5 cannot close its file: the process ends in a segmentation fault. So
 `Stream` remembers the failure, later writes stay in memory, and the writer checks for the failure between its calls.
 """
 
@@ -24,17 +24,17 @@ from numpy.typing import NDArray
 
 from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import MEASURED, ROWS, Variable
-from perturbkv.storage.atomic_files import written_whole
-from perturbkv.storage.run.merge import Shapes
+from perturbkv.schema import MEASURED_LAYERS, ROWS, Variable
+from perturbkv.storage.atomic_files import atomic_path
+from perturbkv.storage.run.sample_parts import Shapes
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
-from perturbkv.storage.trace.texts import storable
+from perturbkv.storage.trace.texts import storable_text
 from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, whole_sizes, write_sample
 
 
 class Stream(io.RawIOBase):
-    """A file's bytes, written and read at any offset.
+    """A file for HDF5, written and read at any offset, whose writes never raise.
 
     Args:
         path: the file's path; the file is emptied.
@@ -68,24 +68,24 @@ class Stream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Write at the offset; after a failure data stays in memory."""
-        held = memoryview(data).cast("B")
-        self._try(lambda: self._write_all(held))
+        view = memoryview(data).cast("B")
+        self._try(lambda: self._write_all(view))
         if self._failure is not None:
-            self._unwritten.append((self._at, bytes(held)))
-        self._at += len(held)
+            self._unwritten.append((self._at, bytes(view)))
+        self._at += len(view)
         self._end = max(self._end, self._at)
-        return len(held)
+        return len(view)
 
     def readinto(self, buffer: Any) -> int:
         """Read at the offset, from the file and from memory; unwritten bytes are zero."""
-        held = memoryview(buffer).cast("B")
-        held[:] = os.pread(self._file, len(held), self._at).ljust(len(held), b"\0")
+        view = memoryview(buffer).cast("B")
+        view[:] = os.pread(self._file, len(view), self._at).ljust(len(view), b"\0")
         for begin, data in self._unwritten:
-            first, last = max(begin, self._at), min(begin + len(data), self._at + len(held))
+            first, last = max(begin, self._at), min(begin + len(data), self._at + len(view))
             if first < last:
-                held[first - self._at : last - self._at] = data[first - begin : last - begin]
-        self._at += len(held)
-        return len(held)
+                view[first - self._at : last - self._at] = data[first - begin : last - begin]
+        self._at += len(view)
+        return len(view)
 
     def truncate(self, size: int | None = None) -> int:
         """Set the file's size."""
@@ -100,7 +100,7 @@ class Stream(io.RawIOBase):
             done += os.pwrite(self._file, data[done:], self._at + done)
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Call `work` unless an earlier call failed; remember a failure."""
+        """Call `work` unless an earlier call failed; remember its OSError."""
         if self._failure is None:
             try:
                 work()
@@ -108,10 +108,10 @@ class Stream(io.RawIOBase):
                 self._failure = error
 
 
-def undisturbed(work: Callable[[threading.Event], None]) -> None:
-    """Run `work` in a thread of its own, so that Ctrl-C cannot interrupt a call of HDF5, which would fail.
+def run_uninterrupted(work: Callable[[threading.Event], None]) -> None:
+    """Run `work` in another thread, so that Ctrl-C cannot interrupt a call of HDF5, which would fail.
 
-    `work` gets an event that is set when it should stop; Ctrl-C takes effect when it has.
+    `work` gets an event that is set when it should stop; Ctrl-C takes effect when it has stopped.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -125,14 +125,12 @@ def undisturbed(work: Callable[[threading.Event], None]) -> None:
 _CHUNK = 2**16
 """Numbers in a chunk of a one-dimensional variable: few enough for HDF5's cache while samples come one by one."""
 _CHUNK_BYTES = 2**15
-"""Bytes of small samples that share a chunk and a call: HDF5 takes as long for a single one."""
+"""Bytes of small samples that share a chunk and a call, as a call of HDF5 takes as long for a single one."""
 _DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
-"""netCDF's name of a dimension without a coordinate: counting kept_code's bytes would take eight times their size."""
+"""netCDF's mark of a dimension without a coordinate: one for kept_code would take eight times the code's size."""
 _VERSIONS = ("v110", "v110")
-"""From HDF5 1.10 on, headers, links and indices have checksums of their own; netCDF reads them as well."""
-
-
+"""The file format of HDF5 1.10, whose headers, links and indices have checksums, and which netCDF reads."""
 _SCALARS = 512
 """Number of samples whose scalars are written in one call."""
 _CACHED = 2**18
@@ -147,37 +145,37 @@ def write_trace(
     shapes: Callable[[str], Shapes | None],
     sample: Callable[[str], SampleTrace | FailedSample],
 ) -> None:
-    """Write a whole trace file, one sample in memory at a time.
+    """Write a trace file, one sample in memory at a time.
 
-    `shapes` returns the shapes of a sample's variables, None where it failed, before `sample` returns the sample
-    itself. Raises TraceError where the samples' axes do not fit together, OSError where the disk does not take the
-    file.
+    `shapes` returns the shapes of a sample's variables, None where it failed; `sample` returns the sample itself.
+    Raises TraceError where the samples' axes differ, OSError where the file cannot be written.
     """
     sizes, names = whole_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
-    told = {name: _text(value) for name, value in attrs.items()} | {"format": FORMAT, "run": run.to_json()}
-    _check_room(path.parent, least_bytes(sizes, names))
+    texts = {name: storable_text(str(value)) for name, value in attrs.items()}  # file names may have arbitrary bytes
+    texts |= {"format": FORMAT, "run": run.to_json()}
+    _check_free_space(path.parent, least_bytes(sizes, names))
 
     def write(stop: Event) -> None:
         with Stream(path) as stream:
             with h5py.File(stream, "w", libver=_VERSIONS, track_order=True, rdcc_nbytes=_CACHED) as file:
-                variables = _create_variables(file, told, sizes, names, sample_ids, run.labels())
+                variables = _create_variables(file, texts, sizes, names, sample_ids, run.labels())
                 filled = dict.fromkeys(ROWS, 0)
-                for where, name in enumerate(sample_ids):
+                for index, name in enumerate(sample_ids):
                     stream.check()
                     if stop.is_set():
                         return
-                    _write_sample(variables, where, sample(name), filled)
+                    _write_sample(variables, index, sample(name), filled)
                 variables.finish()
                 file.attrs[layout.CHECKSUM] = layout.checksum_document(
-                    told, {name: _checksum_text(file[name]) for name in file}
+                    texts, {name: _checksum_text(file[name]) for name in file}
                 )
             stream.check()
 
-    undisturbed(write)
+    run_uninterrupted(write)
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    """Raise OSError where a file of at least `needed` bytes cannot fit; a larger one fails while it is written."""
+def _check_free_space(folder: Path, needed: int) -> None:
+    """Raise OSError unless `needed` bytes, a lower bound of the file's size, are free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
@@ -185,7 +183,7 @@ def _check_room(folder: Path, needed: int) -> None:
 
 def _create_variables(
     file: h5py.File,
-    told: Mapping[str, str],
+    attrs: Mapping[str, str],
     sizes: Mapping[str, int],
     names: set[str],
     sample_ids: Sequence[str],
@@ -193,26 +191,23 @@ def _create_variables(
 ) -> _Variables:
     """Write the file's attributes and coordinates, and return its variables, still empty."""
     file.attrs["format_version"] = FORMAT_VERSION
-    for name, text in told.items():
+    for name, text in attrs.items():
         file.attrs[name] = text
-    held = told.get(MEASURED)
-    _write_coordinates(file, sizes, sample_ids, labels, layer_types.parse_measured(held)[0] if held else None)
-    return _Variables(file, {name: one for name, one in STORED.items() if name in names | FLAGS.keys()}, sizes)
+    measured = attrs.get(MEASURED_LAYERS)
+    _write_coordinates(file, sizes, sample_ids, labels, layer_types.parse_measured(measured)[0] if measured else None)
+    chosen = {name: variable for name, variable in STORED.items() if name in names | FLAGS.keys()}
+    return _Variables(file, chosen, sizes)
 
 
-def _text(value: object) -> str:
-    """Return a value as text that UTF-8 can encode: file names may have arbitrary bytes."""
-    return storable(str(value))
+def _storable_texts(value: Any) -> NDArray[Any]:
+    """Return a text, or an array of texts, as HDF5 can store them."""
+    texts = [storable_text(str(text)) for text in np.asarray(value, dtype=object).flat]
+    return np.array(texts, dtype=object).reshape(np.shape(value))
 
 
-def _texts(value: Any) -> NDArray[Any]:
-    """Return a text, or an array of texts, as UTF-8 can encode them."""
-    return np.array([_text(one) for one in np.asarray(value, dtype=object).flat], dtype=object).reshape(np.shape(value))
-
-
-def _checksum_text(held: h5py.Dataset) -> str:
-    """Return a variable's unit and meaning, as they are summed."""
-    return layout.checksum_text(held.attrs["units"], held.attrs["long_name"])
+def _checksum_text(dataset: h5py.Dataset) -> str:
+    """Return a variable's unit and meaning as the text that is checksummed."""
+    return layout.checksum_text(dataset.attrs["units"], dataset.attrs["long_name"])
 
 
 def _write_coordinates(
@@ -223,96 +218,91 @@ def _write_coordinates(
     layers: Sequence[int] | None,
 ) -> None:
     """Write the coordinates; `layers` are the indices of the measured layers, None: all."""
-    named = {"sample": list(sample_ids), "config": labels}
-    counted = {} if layers is None else {"layer": np.array(layers)}
-    for axis in (one for one in AXES if one in sizes):  # in one order, whatever a sample brought first
+    texts = {"sample": list(sample_ids), "config": labels}
+    numbers = {} if layers is None else {"layer": np.array(layers)}
+    for axis in (name for name in AXES if name in sizes):  # in one order, whichever axis a sample has first
         length = sizes[axis]
         if axis in ROWS:
             scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
         else:
-            places = counted.get(axis, np.arange(length))
-            held = np.array(named.get(axis, places), dtype=object if axis in named else "<i8")
-            scale = file.create_dataset(axis, data=held, **_storage("str" if axis in named else "int64", held.shape))
-            scale.attrs[layout.CHECKSUM] = np.array([layout.checksum_of(held)], dtype=np.uint32)
+            is_text = axis in texts
+            values = texts[axis] if is_text else numbers.get(axis, np.arange(length))
+            block = np.array(values, dtype=object if is_text else "<i8")
+            scale = file.create_dataset(axis, data=block, **_storage("str" if is_text else "int64", block.shape))
+            scale.attrs[layout.CHECKSUM] = np.array([layout.checksum_of(block)], dtype=np.uint32)
         scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)
         scale.attrs["units"], scale.attrs["long_name"] = "1", AXES[axis]
 
 
 def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return how numbers are stored: in chunks with checksums; matrices and codes in bytes are compressed.
+    """Return h5py's storage options: chunks with checksums, and compression for matrices and codes in bytes.
 
-    Texts take no filter (HDF5 2.0): a chunk holds their addresses alone.
+    Texts take no filter (HDF5 2.0): a chunk holds only their addresses.
     """
     if dtype == "str":
         return {"dtype": h5py.string_dtype()}
-    kind: dict[str, Any] = {"dtype": np.dtype(dtype).newbyteorder("<"), "fillvalue": fill_value(dtype)}
+    options: dict[str, Any] = {"dtype": np.dtype(dtype).newbyteorder("<"), "fillvalue": fill_value(dtype)}
     if 0 in shape:
-        return kind
+        return options
     if len(shape) == 1:
         deflated = _DEFLATED if dtype == "uint8" else {}
-        return {**kind, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
-    together = _samples_per_chunk(shape, np.dtype(dtype).itemsize)
-    return {**kind, "chunks": (together, *shape[1:]), "fletcher32": True, **_DEFLATED}
-
-
-def _samples_per_chunk(shape: tuple[int, ...], itemsize: int) -> int:
-    """Return how many samples of a variable share a chunk: one where samples are large."""
-    each = math.prod(shape[1:]) * itemsize
-    return max(1, min(shape[0], _CHUNK_BYTES // each))
+        return {**options, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
+    sample_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    samples_per_chunk = max(1, min(shape[0], _CHUNK_BYTES // sample_bytes))
+    return {**options, "chunks": (samples_per_chunk, *shape[1:]), "fletcher32": True, **_DEFLATED}
 
 
 class _Variables:
     """The variables of a file that is being written, with their checksums."""
 
     def __init__(self, file: h5py.File, chosen: Mapping[str, Variable], sizes: Mapping[str, int]) -> None:
-        self._held = {
-            name: _SummedVariable(_create_variable(file, name, one, sizes), one) for name, one in chosen.items()
+        self._by_name = {
+            name: _SummedVariable(_create_variable(file, name, variable, sizes), variable)
+            for name, variable in chosen.items()
         }
 
     def __contains__(self, name: str, /) -> bool:
-        return name in self._held
+        return name in self._by_name
 
     def __getitem__(self, name: str, /) -> _SummedVariable:
-        return self._held[name]
+        return self._by_name[name]
 
     def finish(self) -> None:
         """Write buffered blocks and the checksums."""
-        for variable in self._held.values():
+        for variable in self._by_name.values():
             variable.finish()
 
 
 def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
     """Return a new variable filled with NaN (floats) or 0 (integers)."""
     shape = tuple(sizes[axis] for axis in variable.axes)
-    made = file.create_dataset(name, shape=shape, **_storage(variable.dtype, shape))
-    made.attrs["units"], made.attrs["long_name"] = variable.units, variable.long_name
-    for dimension, axis in zip(made.dims, variable.axes, strict=True):
+    dataset = file.create_dataset(name, shape=shape, **_storage(variable.dtype, shape))
+    dataset.attrs["units"], dataset.attrs["long_name"] = variable.units, variable.long_name
+    for dimension, axis in zip(dataset.dims, variable.axes, strict=True):
         dimension.attach_scale(file[axis])
-    return made
+    return dataset
 
 
 class _SummedVariable:
-    """A variable that takes whole samples or consecutive rows, and sums them."""
+    """A variable that is written by whole samples or consecutive rows, and its checksums."""
 
-    def __init__(self, held: h5py.Dataset, variable: Variable) -> None:
-        self._held, self._variable = held, variable
-        self._shape = () if variable.in_rows else held.shape[1:]
-        self._dtype = np.dtype(object) if variable.dtype == "str" else held.dtype
+    def __init__(self, dataset: h5py.Dataset, variable: Variable) -> None:
+        self._dataset = dataset
+        self._shape = () if variable.in_rows else dataset.shape[1:]
+        self._dtype = np.dtype(object) if variable.dtype == "str" else dataset.dtype
         self._begin, self._end, self._bytes = 0, 0, 0
-        self._together = held.chunks[0] if held.ndim > 1 and held.chunks else _SCALARS
+        self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS
         self._waiting: list[NDArray[Any]] = []
-        summed = 0 if variable.in_rows else layout.checksum_of(self._empty())
-        self._sums = np.full(1 if variable.in_rows else held.shape[0], summed, dtype=np.uint32)
+        empty = np.full(self._shape, fill_value(variable.dtype), dtype=self._dtype)
+        initial = 0 if variable.in_rows else layout.checksum_of(empty)
+        self._sums = np.full(1 if variable.in_rows else dataset.shape[0], initial, dtype=np.uint32)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self._held.shape)
-
-    def _empty(self) -> NDArray[Any]:
-        return np.full(self._shape, fill_value(self._variable.dtype), dtype=self._dtype)
+        return tuple(self._dataset.shape)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
-        block = np.asarray(_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
+        block = np.asarray(_storable_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
             self._sums[0] = layout.checksum_of(block, int(self._sums[0]))
             self._buffer(where.start, block)
@@ -324,7 +314,7 @@ class _SummedVariable:
     def finish(self) -> None:
         """Write buffered blocks and the checksums."""
         self._write()
-        self._held.attrs[layout.CHECKSUM] = self._sums
+        self._dataset.attrs[layout.CHECKSUM] = self._sums
 
     def _buffer(self, begin: int, block: NDArray[Any]) -> None:
         """Buffer a block, and write the buffer once it fills a chunk."""
@@ -333,32 +323,32 @@ class _SummedVariable:
             self._begin = begin
         size = sum(map(len, block.flat)) if self._dtype.kind == "O" else block.nbytes
         small = size < _CHUNK_BYTES
-        self._waiting.append(block.copy() if small else block)  # a view would hold the whole of its sample
+        self._waiting.append(block.copy() if small else block)  # a view would keep its whole sample in memory
         self._end = begin + len(block)
         self._bytes += size
-        if self._end - self._begin >= self._together or self._bytes >= _CHUNK_BYTES:
+        if self._end - self._begin >= self._rows_per_write or self._bytes >= _CHUNK_BYTES:
             self._write()
 
     def _write(self) -> None:
         if self._end > self._begin:
-            together = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
-            self._held[self._begin : self._end] = together
+            block = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
+            self._dataset[self._begin : self._end] = block
         self._begin, self._waiting, self._bytes = self._end, [], 0
 
 
 def _write_sample(
-    variables: _Variables, where: int, sample: SampleTrace | FailedSample, filled: dict[str, int]
+    variables: _Variables, index: int, sample: SampleTrace | FailedSample, filled: dict[str, int]
 ) -> None:
     """Write one sample after the rows that are `filled`, its `complete` flag last."""
     if isinstance(sample, FailedSample):
-        variables["failure"][where] = sample.reason
+        variables["failure"][index] = sample.reason
     else:
-        write_sample(variables, where, sample, filled)
-        variables["complete"][where] = 1
+        write_sample(variables, index, sample, filled)
+        variables["complete"][index] = 1
 
 
 def save(trace: Trace, path: Path) -> Path:
-    """Write a trace's file, whole or not at all, and return its path.
+    """Write a trace's file atomically and return its path.
 
     Raises TraceError where a required variable is missing.
     """
@@ -367,8 +357,7 @@ def save(trace: Trace, path: Path) -> Path:
         for name in trace.sample_ids
         for sample in [trace.sample(name)]
     }
-    own = ("format", "format_version")
-    attrs = {name: value for name, value in trace.attrs.items() if name not in own}
-    with written_whole(path) as beside:
-        write_trace(beside, trace.run, trace.sample_ids, attrs, shapes.__getitem__, trace.sample)
+    attrs = {name: value for name, value in trace.attrs.items() if name not in ("format", "format_version")}
+    with atomic_path(path) as temporary:
+        write_trace(temporary, trace.run, trace.sample_ids, attrs, shapes.__getitem__, trace.sample)
     return path

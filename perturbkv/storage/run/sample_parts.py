@@ -22,15 +22,15 @@ Arrays = Mapping[str, NDArray[Any]]
 Shapes = dict[str, tuple[int, ...]]
 
 FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured", "score_full")
-"""Variables that identify a full-cache run: equal in all parts of a sample, or their numbers are not comparable."""
+"""Variables that identify a full-cache run: where they differ between parts, the parts are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
 _FILLED = (*KEPT, DIGEST, *PREFILLS)
-"""Variables that a part without them gets where another part of the sample has them."""
+"""Variables that are filled in for a part without them where another part of the sample has them."""
 
 
 class Part(Protocol):
-    """Some configurations of a sample, stored on disk, numbers unread."""
+    """A stored part of a sample: some of its configurations, their numbers unread."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -40,57 +40,58 @@ class Part(Protocol):
         """Return those of the named variables that it holds, by default all, as in a `SampleTrace`."""
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape as `join` leaves it, without reading the large ones."""
+        """Return variable name -> shape after `join_parts`, without reading the large variables."""
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def disjoint(parts: Sequence[AnyPart]) -> list[AnyPart]:
+def disjoint_parts(parts: Sequence[AnyPart]) -> list[AnyPart]:
     """Return a subset of a sample's parts, given older ones first, that holds no configuration twice.
 
     A larger part is preferred to a smaller, a newer to an older: bytes of caches and noise floors belong to a part as a
     whole, so that a part cannot be split.
     """
     chosen: list[AnyPart] = []
-    held: set[str] = set()
+    labels: set[str] = set()
     for part in sorted(reversed(parts), key=lambda part: len(part.labels), reverse=True):
-        if held.isdisjoint(part.labels):
+        if labels.isdisjoint(part.labels):
             chosen.append(part)
-            held.update(part.labels)
+            labels.update(part.labels)
     return [part for part in parts if part in chosen]
 
 
-def join(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace:
-    """Return a sample from parts, its configurations in the order of `labels`.
+def join_parts(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace:
+    """Return the sample that consists of parts, its configurations in the order of `labels`.
 
     Each part comes with the labels along its `config` axis. Noise floors are the maximum over the parts: differences
     below count as rounding, so the maximum is conservative. Bytes of caches are added. Every other variable without a
-    `config` axis is the first part's. A variable that some part lacks is left out, but for kept positions and prefill
-    times, which are kept where some part has them.
+    `config` axis is the first part's. A variable that some part lacks is left out, except kept positions and prefill
+    times, which stay where any part has them.
 
     Raises TraceError where the parts do not hold each of `labels` once, or their full-cache runs differ.
     """
     samples = with_common_variables([sample for sample, _ in parts])
-    held = [label for _, part_labels in parts for label in part_labels]
+    stored = [label for _, part_labels in parts for label in part_labels]
     lengths = [(sample.sizes()["config"], len(part_labels)) for sample, part_labels in parts]
-    if sorted(held) != sorted(labels) or any(length != named for length, named in lengths):
-        msg = f"expected every one of {len(labels)} configurations once in the parts of a sample, got {len(held)}"
+    if sorted(stored) != sorted(labels) or any(length != count for length, count in lengths):
+        msg = f"expected every one of {len(labels)} configurations once in the parts of a sample, got {len(stored)}"
         raise TraceError(msg)
     check_same_run(samples[0].sample_id, [sample.arrays for sample in samples])
-    order = np.array([held.index(label) for label in labels])
+    order = np.array([stored.index(label) for label in labels])
     names = [name for name in samples[0].arrays if all(name in sample.arrays for sample in samples)]
-    arrays = {name: _merged_variable(name, [sample.arrays[name] for sample in samples], order) for name in names}
-    return SampleTrace(samples[0].sample_id, arrays | (_merged_codes(samples, order) if KEPT[0] in arrays else {}))
+    arrays = {name: _merge_variable(name, [sample.arrays[name] for sample in samples], order) for name in names}
+    return SampleTrace(samples[0].sample_id, arrays | (_merge_codes(samples, order) if KEPT[0] in arrays else {}))
 
 
-def single_whole_part(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace | None:
-    """Return the only part where it holds all of `labels` in this order and no unused byte of codes, else None."""
-    (sample, held), *others = parts
-    whole = (
-        not others and list(held) == list(labels) and code_bytes(sample.arrays) == len(sample.arrays.get(KEPT[2], ()))
-    )
-    return sample if whole else None
+def single_complete_part(
+    parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]
+) -> SampleTrace | None:
+    """Return the only part if it has all of `labels` in this order and no unused bytes of codes, else None."""
+    (sample, stored), *others = parts
+    if others or list(stored) != list(labels):
+        return None
+    return sample if code_bytes(sample.arrays) == len(sample.arrays.get(KEPT[2], ())) else None
 
 
 def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
@@ -99,17 +100,17 @@ def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
     Where some have kept positions or digests, the others get empty ones or their own digests; where some have prefill
     times, the others get NaN.
     """
-    some = {name for sample in samples for name in _FILLED if name in sample.arrays}
+    present = {name for sample in samples for name in _FILLED if name in sample.arrays}
     return [
         sample
-        if some <= sample.arrays.keys()
-        else replace(sample, arrays={**_missing_arrays(sample.arrays, some), **sample.arrays})
+        if present <= sample.arrays.keys()
+        else replace(sample, arrays={**_missing_arrays(sample.arrays, present), **sample.arrays})
         for sample in samples
     ]
 
 
-def digests(arrays: Arrays) -> NDArray[Any]:
-    """Return the digest of each head's kept positions; 0 where they are not known."""
+def kept_digests(arrays: Arrays) -> NDArray[Any]:
+    """Return the digest of each head's kept positions; 0 where these are not stored."""
     if KEPT[0] not in arrays:
         return np.zeros_like(arrays["kept_count"])
     return kept_codec.digests(arrays["kept_code"], *(arrays[name] for name in (*KEPT[:2], "kept_count")))
@@ -117,10 +118,10 @@ def digests(arrays: Arrays) -> NDArray[Any]:
 
 def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
     """Return the values of the named variables for a part that lacks them."""
-    nothing = np.zeros_like(arrays["kept_count"])
-    none = dict(zip(KEPT, (nothing, nothing, np.zeros(0, dtype=np.uint8)), strict=True))
-    none |= {"prefill_seconds": np.full(len(nothing), np.nan), "prefill_seconds_full": np.array(np.nan)}
-    return {name: digests(arrays) if name == DIGEST else none[name] for name in names}
+    zeros = np.zeros_like(arrays["kept_count"])
+    empty = dict(zip(KEPT, (zeros, zeros, np.zeros(0, dtype=np.uint8)), strict=True))
+    empty |= {"prefill_seconds": np.full(len(zeros), np.nan), "prefill_seconds_full": np.array(np.nan)}
+    return {name: kept_digests(arrays) if name == DIGEST else empty[name] for name in names}
 
 
 def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
@@ -135,10 +136,10 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
             raise TraceError(msg)
 
 
-def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
-    """Return variable name -> shape of the sample that `join` makes of parts of these shapes."""
-    some = {name for part in parts for name in _FILLED if name in part}
-    parts = [{**{name: _missing_shape(name, part) for name in some}, **part} for part in parts]
+def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
+    """Return variable name -> shape after `join_parts` of parts of these shapes."""
+    present = {name for part in parts for name in _FILLED if name in part}
+    parts = [{**{name: _missing_shape(name, part) for name in present}, **part} for part in parts]
     first, *others = parts
     shapes = {name: shape for name, shape in first.items() if all(name in other for other in others)}
     for name, shape in shapes.items():
@@ -149,8 +150,8 @@ def joined_shapes(parts: Sequence[Shapes]) -> Shapes:
 
 def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
     """Return the shape of a variable that a part lacks and another part has."""
-    own = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
-    return own.get(name, part["kept_count"])
+    shapes = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
+    return shapes.get(name, part["kept_count"])
 
 
 def code_bytes(arrays: Arrays) -> int:
@@ -161,7 +162,7 @@ def code_bytes(arrays: Arrays) -> int:
     return int(arrays["kept_length"].reshape(-1)[first].sum())
 
 
-def _merged_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
+def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
     if VARIABLES[name].dims[:1] == ("config",):
         return np.asarray(np.concatenate(values)[order])
     if name in _FLOORS:
@@ -173,40 +174,40 @@ def _merged_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[A
     return np.asarray(values[0])
 
 
-def _merged_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
+def _merge_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """Return offsets and codes, sorted by (config, layer, head); heads that shared a code still do."""
     codes = [sample.arrays["kept_code"] for sample in samples]
-    behind = np.cumsum([0, *map(len, codes)])[:-1]
-    moved = [sample.arrays["kept_offset"] + start for sample, start in zip(samples, behind, strict=True)]
-    offsets = np.concatenate(moved)[order]
+    starts = np.cumsum([0, *map(len, codes)])[:-1]
+    shifted = [sample.arrays["kept_offset"] + start for sample, start in zip(samples, starts, strict=True)]
+    offsets = np.concatenate(shifted)[order]
     lengths = np.concatenate([sample.arrays["kept_length"] for sample in samples])[order]
-    first, place = distinct_codes(offsets, lengths)
-    starts, own = offsets.reshape(-1)[first], lengths.reshape(-1)[first]
-    together = _concatenated(codes)
-    joined = _concatenated([together[start:stop] for start, stop in _slices(starts, own)])
-    return {"kept_offset": (np.cumsum(own) - own)[place].reshape(offsets.shape), "kept_code": joined}
+    first, number = distinct_codes(offsets, lengths)
+    begins, sizes = offsets.reshape(-1)[first], lengths.reshape(-1)[first]
+    all_codes = _concatenate(codes)
+    merged = _concatenate([all_codes[begin:end] for begin, end in _slices(begins, sizes)])
+    return {"kept_offset": (np.cumsum(sizes) - sizes)[number].reshape(offsets.shape), "kept_code": merged}
 
 
-def _concatenated(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the concatenated rows; a single row, which may be large, is not copied."""
+def _concatenate(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate rows; a single one, which may be large, is not copied."""
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return each distinct (offset, length)'s first index, in order of occurrence, and the number of each row's pair.
+    """Return the first index of each distinct (offset, length), in order of occurrence, and the number of each row's.
 
     Both offset and length are compared, as an empty code starts where the next one does.
     """
     rows = offsets.reshape(-1).astype(np.int64) * (int(lengths.max()) + 1) + lengths.reshape(-1)
-    _, first, place = np.unique(rows, return_index=True, return_inverse=True)
+    _, first, number = np.unique(rows, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    return first[order], rank[place.reshape(-1)]
+    return first[order], rank[number.reshape(-1)]
 
 
 def _slices(starts: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, int]]:
-    """Return (start, stop) of the fewest slices that cover the codes in order: one copy instead of thousands."""
+    """Return (start, stop) of the fewest slices that cover the codes in their order, to copy few large blocks."""
     breaks = np.flatnonzero(starts[1:] != (starts + lengths)[:-1]) + 1
     begin, end = np.array([0, *breaks]), np.array([*breaks, len(starts)]) - 1
     return list(zip(starts[begin].tolist(), (starts + lengths)[end].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Shards of a run: measuring one, and merging all into the run's trace, one sample in memory at a time."""
+"""Shards of a run: writing one, and merging all into the run's trace, one sample in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig, Shard
-from perturbkv.errors import HeldError, MissingShardError, TraceError
+from perturbkv.errors import LockedOutputError, MissingShardError, TraceError
 from perturbkv.schema import TEXT
-from perturbkv.storage.output import Lock, drop_dead, wait_until_free
+from perturbkv.storage.output import Lock, remove_stale_lock, wait_until_free
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import (
     ShardJournal,
     ShardRecord,
-    beside,
     check_consistent,
     check_extends,
-    clear_killed,
     differing_fields,
+    find_shards,
+    format_shards,
     merge_provenance,
-    named,
+    remove_stale_files,
 )
 from perturbkv.storage.run.writer import TraceWriter, existing_trace
 from perturbkv.storage.trace.texts import Texts, with_text
@@ -46,94 +46,96 @@ def merge(path: str | Path, *, overwrite: bool = False, wait: bool = False) -> T
     Raises TraceError where a shard is missing, naming it and the command that measures it, or where there is nothing to
     read; OutputError for shards of different runs, and where another process is writing.
     """
-    join(Path(path), overwrite=overwrite, wait=wait)
+    merge_shards(Path(path), overwrite=overwrite, wait=wait)
     return read_trace(Path(path))
 
 
-def join(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Texts | None = None) -> int:
-    """Merge the shards beside `path`, as `merge` does; return how many they were.
+def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Texts | None = None) -> int:
+    """Merge the shards beside `path`, as `merge` does; return their number.
 
-    `texts` are the texts that the trace is to have; None: those of the shards, either all or none of which have text.
+    `texts` are the texts to store in the trace; None: those of the shards, all or none of which have text.
     """
-    if not (found := beside(path)):
-        drop_dead(path)  # of a merge that was killed at its very end
-        clear_killed(path)
+    if not (shards := find_shards(path)):
+        remove_stale_lock(path)  # of a merge that was killed at its very end
+        remove_stale_files(path)
         describe(path)
         return 0
-    _wait_for(found, wait)
-    if records := _records(path, found):
+    _wait_for(shards, wait)
+    if records := _read_records(path, shards):
         _check_all_finished(path, records[0], overwrite)  # before locking the trace, which others may need
     with Lock(path, wait) as lock:
-        found = beside(path)
-        _wait_for(found, wait)
-        if records := _records(path, found):
+        shards = find_shards(path)
+        _wait_for(shards, wait)
+        if records := _read_records(path, shards):
             _check_all_finished(path, records[0], overwrite)
-            wanted = _texts(path, records, overwrite) if texts is None else texts
-            writer = _writer(path, records, [one.journal for one in found], wanted, overwrite)
+            stored_texts = _texts_to_store(path, records, overwrite) if texts is None else texts
+            writer = _create_writer(path, records, [shard.journal for shard in shards], stored_texts, overwrite)
             lock.check()
             writer.finish()
-        for one in found:
-            one.journal.discard()
-        clear_killed(path)
-    return len(found)
+        for shard in shards:
+            shard.journal.discard()
+        remove_stale_files(path)
+    return len(shards)
 
 
-def done(path: Path, record: ShardRecord, overwrite: bool = False) -> list[Shard]:
-    """Return the shards of a run that are measured: marked as done, already in the trace, or without any samples."""
-    said = {one.shard.number for one in beside(path) if one.shard.count == record.shard.count and one.is_done()}
+def measured_shards(path: Path, record: ShardRecord, overwrite: bool = False) -> list[Shard]:
+    """Return the measured shards of a run: marked as done, already in the trace, or without any samples."""
+    count = record.shard.count
+    marked = {one.shard.number for one in find_shards(path) if one.shard.count == count and one.is_done()}
     old = existing_trace(path, record.run, overwrite)
     whole = set(old.sample_ids) if old and set(old.labels) >= set(record.run.labels()) else set()
 
-    def measured(shard: Shard) -> bool:
+    def is_measured(shard: Shard) -> bool:
         samples, configs = record.share(shard)
-        return shard.number in said or whole >= set(samples if configs else ())
+        return shard.number in marked or whole >= set(samples if configs else ())
 
-    return [shard for shard in record.shards() if measured(shard)]
+    return [shard for shard in record.shards() if is_measured(shard)]
 
 
-def taken_over(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[ShardJournal]:
-    """Return the shards that a run without shards resumes, none of them being written by a living process.
+def resumable_shards(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[ShardJournal]:
+    """Return the shards that a run without shards resumes, after checking that no living process writes them.
 
-    With `overwrite` those of another run are removed. Raises HeldError, or waits, where a living process writes one.
+    With `overwrite` those of another run are removed. Raises LockedOutputError, or waits, where a living process
+    writes one.
     """
-    found = beside(path)
-    _wait_for(found, wait)
-    for one in found:
-        one.journal.check_ownership()
-        held = one.journal.run()
-        if held is None:
-            _log.info("%s does not say of which run it is; its samples are measured again", one.journal.folder)
-        if held is None or (overwrite and differing_fields(run, held)):
-            one.journal.discard()
-    clear_killed(path)
-    return [one for one in found if one.journal.folder.exists()]
+    shards = find_shards(path)
+    _wait_for(shards, wait)
+    for shard in shards:
+        shard.journal.check_ownership()
+        shard_run = shard.journal.run()
+        if shard_run is None:
+            _log.info("%s does not say of which run it is; its samples are measured again", shard.journal.folder)
+        if shard_run is None or (overwrite and differing_fields(run, shard_run)):
+            shard.journal.discard()
+    remove_stale_files(path)
+    return [shard for shard in shards if shard.journal.folder.exists()]
 
 
-def together(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -> dict[str, str]:
+def joint_provenance(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -> dict[str, str]:
     """Return the joint provenance of a process and of the shards that it resumes."""
-    return merge_provenance([*(held.attrs for one in shards if (held := one.record())), attrs])
+    return merge_provenance([*(record.attrs for shard in shards if (record := shard.record())), attrs])
 
 
-def _wait_for(found: Sequence[ShardJournal], wait: bool) -> None:
-    """Raise HeldError for a shard that a living process writes, or wait for it.
+def _wait_for(shards: Sequence[ShardJournal], wait: bool) -> None:
+    """Wait for shards that a living process writes, or raise LockedOutputError.
 
-    A shard that is done is waited for, as its process ends in a moment.
+    A shard that is done is waited for in any case, as its process ends in a moment.
     """
-    for one in found:
-        wait_until_free(one.path, wait or one.is_done())
+    for shard in shards:
+        wait_until_free(shard.path, wait or shard.is_done())
 
 
-def _records(path: Path, found: Sequence[ShardJournal]) -> list[ShardRecord]:
-    """Return the records of all shards; none where only leftovers of a merge that was killed at its end exist.
+def _read_records(path: Path, shards: Sequence[ShardJournal]) -> list[ShardRecord]:
+    """Return the records of all shards; none where only leftovers of a killed merge exist.
 
-    Raises OutputError as `check_consistent`, TraceError where no shard says of which run it is.
+    Raises OutputError as `check_consistent`, TraceError where no shard names its run.
     """
-    records = [held for one in found if (held := one.record())]
+    records = [record for shard in shards if (record := shard.record())]
     if records:
         check_consistent(path, records)
-    elif not path.exists() or any(one.journal.sample_ids() for one in found):
+    elif not path.exists() or any(shard.journal.sample_ids() for shard in shards):
         msg = (
-            f"expected shards of a run beside {path}, got {found[0].journal.folder}, which does not say of which; "
+            f"expected shards of a run beside {path}, got {shards[0].journal.folder}, which does not say of which; "
             "run the command that measures it again"
         )
         raise TraceError(msg)
@@ -141,7 +143,7 @@ def _records(path: Path, found: Sequence[ShardJournal]) -> list[ShardRecord]:
 
 
 def _check_all_finished(path: Path, record: ShardRecord, overwrite: bool) -> None:
-    finished = set(done(path, record, overwrite))
+    finished = set(measured_shards(path, record, overwrite))
     if lacking := [shard for shard in record.shards() if shard not in finished]:
         raise MissingShardError(_missing_message(path, record, lacking))
 
@@ -149,18 +151,18 @@ def _check_all_finished(path: Path, record: ShardRecord, overwrite: bool) -> Non
 def _missing_message(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
     count = record.shard.count
     return (
-        f"expected all {count:,} shards of {path}, got {count - len(lacking):,}: {named(lacking)} "
+        f"expected all {count:,} shards of {path}, got {count - len(lacking):,}: {format_shards(lacking)} "
         f"{'is' if len(lacking) == 1 else 'are'} missing; this measures {lacking[0]}: "
-        f"{record.command.measuring(lacking[0])}"
+        f"{record.command.for_shard(lacking[0])}"
     )
 
 
-def _writer(
+def _create_writer(
     path: Path, records: Sequence[ShardRecord], journals: Sequence[Journal], texts: Texts | None, overwrite: bool
 ) -> TraceWriter:
     """Return the trace's writer. Raises TraceError where a shard that is marked as done lacks something."""
-    first, attrs = records[0], merge_provenance([one.attrs for one in records])
-    kept = all(one.kept for one in records)
+    first, attrs = records[0], merge_provenance([record.attrs for record in records])
+    kept = all(record.kept for record in records)
     writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, texts, journals, kept)
     if unmeasured := set(writer.unmeasured()):
         missing = {name: set(configs) for name, configs in writer.missing().items() if name in unmeasured}
@@ -174,14 +176,13 @@ def _writer(
     return writer
 
 
-def _texts(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts | None:
+def _texts_to_store(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts | None:
     """Return None where all samples have their text, an empty dict where none has. Raises TraceError for a mixture."""
-    if not any(one.text for one in records):
+    if not any(record.text for record in records):
         return {}
-    without = [one for one in records if not one.text]
     old = existing_trace(path, records[0].run, overwrite)
-    more = old and set(old.sample_ids) - old.failures.keys() - old.with_text
-    if without or more or Journal(journal_path(path)).sample_ids():
+    without_text = old and set(old.sample_ids) - old.failures.keys() - old.with_text
+    if not all(record.text for record in records) or without_text or Journal(journal_path(path)).sample_ids():
         msg = (
             f"expected the prompts' text in all shards of {path} or in none, got samples without; this adds it: "
             f"{records[0].command.without_shard()}"
@@ -190,14 +191,15 @@ def _texts(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts
     return None
 
 
-_LOOKED_AT = 8
+_MOST_CHECKED = 8
+"""Number of other shards that a new shard is compared with."""
 
 
 class ShardWriter:
-    """Writer of one shard: collects its samples in a journal, as `TraceWriter` does for a whole run.
+    """The writer of one shard, which collects its samples in a journal, as `TraceWriter` does for a whole run.
 
     Args:
-        trace: the trace file of the run; what it, or the journal of a run without shards, holds is not missing.
+        trace: the trace file of the run; samples that it, or the journal of a run without shards, has are not missing.
         record: the shard's description of the run.
         texts: texts of prompts and answers, stored with the samples, as merging has no tokenizer.
         overwrite: replace shards of other runs now, and a trace of another run when all shards are merged.
@@ -208,26 +210,26 @@ class ShardWriter:
     def __init__(self, trace: Path, record: ShardRecord, texts: Texts, overwrite: bool = False) -> None:
         self.shard, self._record, self._texts = ShardJournal(trace, record.shard), record, texts
         _check_other_shards(trace, record, overwrite)
-        held = _existing_labels(trace, record.run, overwrite)
-        self._own = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, kept=record.kept)
-        self._missing = _missing_share(record, self._own.missing(), held)
+        existing = _existing_labels(trace, record.run, overwrite)
+        self._writer = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, kept=record.kept)
+        self._missing = _missing_share(record, self._writer.missing(), existing)
         self._begin()
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return sample -> the configurations that the shard has still to measure; complete samples are absent."""
+        """Return sample -> the configurations that the shard still has to measure; complete samples are absent."""
         return dict(self._missing)
 
     def done(self) -> set[str]:
-        """Return the samples of which the shard has nothing left to measure."""
+        """Return the samples of the shard that need not be measured any more."""
         samples, _ = self._record.share(self._record.shard)
         return set(samples) - self._missing.keys()
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
         """Store a sample, measured for `configs`, with its text. Raises TraceError as a `TraceWriter` does."""
-        self._own.append(with_text(sample, self._texts), configs)
+        self._writer.append(with_text(sample, self._texts), configs)
         self._missing.pop(sample.sample_id, None)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Abandon the run: remove a journal that holds no sample."""
         self.shard.journal.discard_empty()
 
@@ -244,7 +246,7 @@ class ShardWriter:
 
     def failures(self) -> dict[str, str]:
         """Return sample -> why it failed."""
-        return self._own.failures()
+        return self._writer.failures()
 
     def _begin(self) -> None:
         """Write the shard's record, unless the shard is done and lacks nothing: a merge may be reading it."""
@@ -265,48 +267,50 @@ class ShardWriter:
 
 
 def _missing_share(
-    record: ShardRecord, missing: dict[str, tuple[EvictionConfig, ...]], held: dict[str, set[str]]
+    record: ShardRecord, missing: dict[str, tuple[EvictionConfig, ...]], existing: dict[str, set[str]]
 ) -> dict[str, tuple[EvictionConfig, ...]]:
-    """Return the missing configurations per sample that belong to the shard and are not in `held`."""
+    """Return sample -> the missing configurations that belong to the shard and are not in `existing`."""
     samples, configs = record.share(record.shard)
-    own = {
-        name: tuple(one for one in missing.get(name, ()) if one in configs and one.label() not in held[name])
+    share = {
+        name: tuple(
+            config for config in missing.get(name, ()) if config in configs and config.label() not in existing[name]
+        )
         for name in samples
     }
-    return {name: lacking for name, lacking in own.items() if lacking}
+    return {name: lacking for name, lacking in share.items() if lacking}
 
 
 def _existing_labels(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, set[str]]:
-    """Return sample -> labels that the existing trace, or the journal of a run without shards, holds."""
-    held: dict[str, set[str]] = defaultdict(set)
+    """Return sample -> labels in the existing trace, or in the journal of a run without shards."""
+    labels: dict[str, set[str]] = defaultdict(set)
     if old := existing_trace(trace, run, overwrite):
-        held.update({name: set(old.labels) for name in old.sample_ids if name not in old.failures})
+        labels.update({name: set(old.labels) for name in old.sample_ids if name not in old.failures})
     journal = Journal(journal_path(trace))
     journal.check_ownership()
-    of = journal.run()
-    if of is not None and not (overwrite and differing_fields(run, of)):
-        check_extends(run, of, journal.folder)
+    journal_run = journal.run()
+    if journal_run is not None and not (overwrite and differing_fields(run, journal_run)):
+        check_extends(run, journal_run, journal.folder)
         for entry in journal.entries():
-            held[entry.sample_id].update(entry.labels)
-    return held
+            labels[entry.sample_id].update(entry.labels)
+    return labels
 
 
 def _check_other_shards(trace: Path, record: ShardRecord, overwrite: bool) -> None:
     """Raise OutputError where shards of another run, or of another division of this one, exist.
 
-    With `overwrite` those of another run are removed, but for those that a living process writes. Without it only the
-    first few are checked: all are compared when they are merged.
+    With `overwrite` those of another run are removed, except those that a living process writes. Without it only the
+    first few are checked; all are compared when they are merged.
     """
-    found = beside(trace)
-    for shard in found if overwrite else found[:_LOOKED_AT]:
+    shards = find_shards(trace)
+    for shard in shards if overwrite else shards[:_MOST_CHECKED]:
         other = shard.record()
         if other and overwrite and differing_fields(record.run, other.run):
-            _remove(shard, other)
+            _remove_shard(shard, other)
         elif other:
             check_consistent(trace, [record, other])
 
 
-def _remove(shard: ShardJournal, expected: ShardRecord) -> None:
-    with suppress(HeldError), Lock(shard.path):
-        if shard.record() == expected:  # and was not begun anew meanwhile
+def _remove_shard(shard: ShardJournal, expected: ShardRecord) -> None:
+    with suppress(LockedOutputError), Lock(shard.path):
+        if shard.record() == expected:  # it was not begun anew meanwhile
             shard.journal.discard()
