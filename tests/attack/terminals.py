@@ -140,7 +140,7 @@ def _trace(failed: bool, word: str, folder: Path) -> None:
     pieces = ("The", " cat", "", "é", word, "\n\n", " sat", ".", " Who?")
     samples = [prompts.sample(word, pieces), *([FailedSample("f", f"why {word}")] if failed else [])]
     attributes = {"perturbkv_version": "1", "device_name": word, "warnings": word, f"x{word[:30]}": "odd"}
-    Trace.of(run_config(len(samples), model=word, dataset=word), samples, attributes).save(folder / "t.h5")
+    Trace.from_samples(run_config(len(samples), model=word, dataset=word), samples, attributes).save(folder / "t.h5")
 
 
 def _row(make: Callable[[str], dict[str, Any]], word: str, folder: Path) -> None:

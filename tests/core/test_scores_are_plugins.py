@@ -285,8 +285,8 @@ def test_a_budget_that_a_scores_own_first_entries_fill_is_refused() -> None:
 
 
 def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:
-    for name in [name for name in SCORES.names() if "replay" not in SCORES.info(name).needs]:
-        score = SCORES.info(name)()
+    for name in [name for name in SCORES.names() if "replay" not in SCORES.load(name).needs]:
+        score = SCORES.load(name)()
         if {"hidden", "unrotated", "rotations"}.isdisjoint(score.needs):
             view = layer_view(6, 3, 40, 3)
             assert len(list(view.parts(1))) == 3
@@ -295,7 +295,7 @@ def test_heads_in_parts_give_what_the_whole_layer_gives() -> None:
 
 def test_needs_are_known_names() -> None:
     for name in SCORES.names():
-        assert set(SCORES.info(name).needs) <= set(NEEDS), name
+        assert set(SCORES.load(name).needs) <= set(NEEDS), name
 
 
 def test_scores_that_differ_in_pooling_alone_are_computed_once() -> None:

@@ -24,7 +24,7 @@ PROMPTS = [pk.Prompt(f"p{seed}", token_ids(300 + 40 * seed, seed=seed), 0) for s
 @pytest.fixture(scope="module")
 def whole() -> Plan:
     settings = Settings(save=("outputs",))
-    return make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, 2**30), kept=True)
+    return make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, 2**30), resumable=True)
 
 
 def test_a_trace_and_its_journal_are_as_large_as_was_told(
@@ -68,14 +68,16 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
 
 
 def test_what_is_advised_for_memory_makes_it_fit() -> None:
-    whole = make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), kept=True)
+    whole = make_plan(
+        tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), resumable=True
+    )
     needed = footprint.memory_bytes(whole)
     assert len(whole.batches.indices) == 1, "all at once, unless a bound is given"
     (size, dtype) = footprint.suggest_options(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
     bound = parse_size("--max-memory", size.split()[1])
     less = make_plan(
-        tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, bound), kept=True
+        tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, bound), resumable=True
     )  # fmt: skip
     assert footprint.memory_bytes(less) < needed
     assert footprint.suggest_options(whole, 2**60, 0) == [], "nothing makes it fit into nothing"

@@ -140,7 +140,7 @@ def first_alone(layer: FullLayer, group: SparsePrefillGroup, *more: Any) -> dict
     return _isolated(layer, alone, *more)
 
 
-_seen, _isolated = SparsePrefillGroup.seen, pipeline_lined.isolated_along_lines
+_seen, _isolated = SparsePrefillGroup.attention_masks, pipeline_lined.isolated_along_lines
 
 
 @pytest.mark.parametrize(

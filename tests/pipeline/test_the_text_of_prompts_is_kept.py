@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import perturbkv as pk
+from perturbkv.engines import engine_choice
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES, largest_evicted_outputs, rank_outputs
 from perturbkv.schema import TEXT
 from perturbkv.storage.trace.trace_file import describe

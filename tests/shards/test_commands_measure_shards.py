@@ -119,6 +119,7 @@ class OneAfterTheOther(engine_choice.LocalEngine):
     """Two threads play processes, which a model's hooks do not allow."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.turn = threading.Lock()
 
     def measure(self, planned: Any, missing: Any, finished: Any) -> None:

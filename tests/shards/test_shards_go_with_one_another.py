@@ -30,7 +30,7 @@ def test_a_shard_takes_every_nth_from_its_own_on() -> None:
     shares = [Shard(number, 7).share(items) for number in range(1, 8)]
     assert sorted(one for share in shares for one in share) == sorted(items)
     assert Shard(9, 16).share(items[:4]) == ()
-    assert Shard(2, 3, "configs").of(("a", "b"), (1, 2, 3, 4, 5)) == (("a", "b"), (2, 5))
+    assert Shard(2, 3, "configs").select(("a", "b"), (1, 2, 3, 4, 5)) == (("a", "b"), (2, 5))
 
 
 NO_SHARDS = ["", "3", "x/y", "0/4", "5/4", "1/0", "-1/4", "1/4/4", "1/ 4", "½", "1" * 30, "9" * 5000 + "/1"]
