@@ -43,3 +43,10 @@ def test_what_went_and_came_on_purpose_is_no_difference_of_its_recorder_alone() 
     assert compared("names", before, {**after, f"A.{new}/parameters": []}) == []
     assert compared("names", before, {"A/fields": []})
     assert compared("files", before, after)
+
+
+def test_words_may_change_beside_numbers_that_may_not() -> None:
+    title = {"heads/figure/heads.svg/axes 0/title": ["b=64"], "heads/figure/heads.svg/axes 0/Line2D 0": "abc"}
+    other = {**title, "heads/figure/heads.svg/axes 0/title": ["budget 64"]}
+    assert differences(title, other) == []
+    assert differences(title, {**other, "heads/figure/heads.svg/axes 0/Line2D 0": "abd"})
