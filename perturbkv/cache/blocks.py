@@ -248,7 +248,7 @@ class ReadBlock(Block):
 
     reader: Reader
 
-    def unseen(self, queries: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment query longest"]:
-        """Return a mask of the entries that a query does not attend to."""
+    def unseen(self, queries: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment row longest"]:
+        """Return a mask of the entries that a query does not attend to; a row is a query of one head of the group."""
         attended = self.reader(queries.flatten(0, 1))
         return ~attended.view(queries.shape[0], -1, attended.shape[-1])

@@ -145,7 +145,7 @@ _seen, _isolated = SparsePrefillGroup.attention_masks, pipeline_lined.isolated_a
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
-    [(SparsePrefillGroup, "attention_masks", before_them), (pipeline_lined, "isolated_by_lines", first_alone)],
+    [(SparsePrefillGroup, "attention_masks", before_them), (pipeline_lined, "isolated_along_lines", first_alone)],
 )
 def test_wrong_isolated_quantities_are_found(
     where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
