@@ -23,6 +23,7 @@ from perturbkv.models.loading import load_model
 from perturbkv.pipeline.variants import presses as running
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import kvpress as presses
+from perturbkv.selection.resolved_config import resolve
 from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter, token_ids
 
@@ -70,7 +71,7 @@ def full_cache(adapter: Adapter, ids: tuple[int, ...]) -> list[tuple[torch.Tenso
 
 def kept(adapter: Adapter, written: str, ids: tuple[int, ...] = token_ids(N, seed=1), budget: int = B) -> torch.Tensor:
     """(layer, kv_head, key): as the pipeline gets it."""
-    config = configuration(budget, policy=f"kvpress:{written}")
+    config = resolve(configuration(budget, policy=f"kvpress:{written}"))
     source = running.press_source(adapter, ids, config)
     return torch.stack([source(layer, *entries) for layer, entries in enumerate(full_cache(adapter, ids))])
 
@@ -214,13 +215,14 @@ def test_the_model_is_left_as_it_was(name: str, tmp_path: Path) -> None:
     for attention in adapter.attentions:
         vars(attention).pop("masked_key_indices", None)  # set by every prefill since kvpress was imported
     before = copy.copy(traces_of(adapter))
-    config = configuration(B, policy=f"kvpress:{name}{WRITTEN.get(name, '')}")
+    config = resolve(configuration(B, policy=f"kvpress:{name}{WRITTEN.get(name, '')}"))
     running.press_source(adapter, ids, config)
     *after, weights = traces_of(adapter)
     assert after == before[:-1]
     assert all(torch.equal(weights[name], value) for name, value in before[-1].items())
+    config = resolve(configuration(8, policy="kvpress:SnapKVPress"))
     with pytest.raises(ConfigError):
-        running.press_source(adapter, ids[:10], configuration(8, policy="kvpress:SnapKVPress"))  # fails while it runs
+        running.press_source(adapter, ids[:10], config)  # fails while it runs
     assert traces_of(adapter)[:-1] == before[:-1]
 
 
