@@ -40,7 +40,7 @@ def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]
         "sample": prompt.sample_id,
         "tokens": tokens,
         "cut_tokens": prompt.cut_tokens,
-        "cut_after": prompt.cut_place,
+        "cut_after": prompt.cut_index,
         "context_tokens": tokens - question,
         "question_tokens": question,
         "control_tokens": prompt.control_tokens,
@@ -56,7 +56,7 @@ def pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
     """
     tokens, split = len(prompt.token_ids), len(prompt.token_ids) - prompt.question_tokens
     marks = {
-        index: name for index, name in ((prompt.cut_place, "cut"), (split, "question")) if index and index < tokens
+        index: name for index, name in ((prompt.cut_index, "cut"), (split, "question")) if index and index < tokens
     }
     parts: list[dict[str, Any]] = []
     previous_end = 0

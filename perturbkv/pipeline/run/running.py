@@ -24,7 +24,7 @@ import perturbkv
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.prompts import Prompts, pieces
+from perturbkv.datasets.prompts import Prompts, token_texts
 from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.grading import Decode
@@ -90,7 +90,7 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
 
 
 def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
-    texts = pieces(prompt.token_ids, decode)
+    texts = token_texts(prompt.token_ids, decode)
     ends = np.cumsum([len(piece) for piece in texts])
     values = ([0, *ends[:-1]], "".join(texts))
     return {name: _as_variable(name, value) for name, value in zip(_DECODED, values, strict=True)}
