@@ -29,8 +29,8 @@ from perturbkv.engines import ray as actors
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.ray import Seat
 from perturbkv.engines.scheduler import Crew, Scheduler, Work
-from perturbkv.engines.work_items import Part, measure_work
-from perturbkv.engines.worker import Do, Models, ModelSpec, Task, WorkerDevice
+from perturbkv.engines.work_items import MeasureItem, measure_work
+from perturbkv.engines.worker import Do, ModelSpec, Task, WorkerDevice, WorkerModel
 from perturbkv.errors import PerturbkvError, WorkerError
 from perturbkv.models.loading import open_model, pick_dtype
 from perturbkv.pipeline.run.plan import Placement, Plan, plan
@@ -62,12 +62,12 @@ class Sleeping:
     seconds: float
     sample: SampleTrace
 
-    def prepare(self, models: Models) -> Do:
-        """Return the function that sleeps for a `Part`; no model is loaded."""
+    def prepare(self, model: WorkerModel) -> Do:
+        """Return the function that sleeps for a `MeasureItem`; no model is loaded."""
 
-        def sleep(part: Part) -> SampleTrace:
+        def sleep(item: MeasureItem) -> SampleTrace:
             time.sleep(self.seconds)
-            return replace(self.sample, sample_id=part.prompt.unpack().sample_id)
+            return replace(self.sample, sample_id=item.prompt.sample_id)
 
         return sleep
 
@@ -78,8 +78,8 @@ class _RollCall:
 
     task: Task
 
-    def prepare(self, models: Models) -> Callable[[int], int]:
-        self.task.prepare(models)
+    def prepare(self, model: WorkerModel) -> Callable[[int], int]:
+        self.task.prepare(model)
 
         def process_id(item: int) -> int:
             time.sleep(_DELAY)
@@ -151,7 +151,7 @@ class TimedEngine:
     def __init__(self, crew: Crew, plan: Plan, task: Task | None = None) -> None:
         self.spent: list[dict[str, float]] = []
         self._crew, self._task, self._scheduler = crew, task, Scheduler(crew)
-        self._model = ModelSpec.of(plan, plan.caches_bytes())
+        self._model = ModelSpec.from_plan(plan, plan.caches_bytes())
         real = measure_work(plan, self._model, {}, lambda sample, configs: None, 1).task
         self.ready = wait_until_ready(self._scheduler, task or real, len(crew.devices))
 

@@ -17,7 +17,7 @@ from perturbkv.benchmark import many_samples, many_workers, rows
 from perturbkv.benchmark.subprocesses import without_network
 from perturbkv.cli.main import app
 from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.worker import Do, Models, Reply
+from perturbkv.engines.worker import Do, Reply, WorkerModel
 from perturbkv.errors import ConfigError, PerturbkvError, WorkerError
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.crews import FakeCrew
@@ -145,7 +145,7 @@ class _Here(FakeCrew):
     """A crew that does what it is asked in this process."""
 
     def begin(self, place: int, task: Any) -> None:
-        self.do_ = task.prepare(Models(many_workers._CPU))
+        self.do_ = task.prepare(WorkerModel(many_workers._CPU))
         super().begin(place, task)
 
     def do(self, place: int, item: Any) -> None:

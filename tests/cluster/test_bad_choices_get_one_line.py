@@ -93,7 +93,7 @@ def test_a_port_at_which_somebody_else_answers_is_no_cluster() -> None:
             threading.Thread(target=_answer, args=(server, reply), daemon=True).start()
             began = time.monotonic()
             with pytest.raises(ConfigError, match="expected a Ray cluster at 127.0.0.1:"):
-                joining.check_answers(f"127.0.0.1:{server.getsockname()[1]}")
+                joining.check_address(f"127.0.0.1:{server.getsockname()[1]}")
             assert time.monotonic() - began < 15
 
 
