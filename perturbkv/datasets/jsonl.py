@@ -41,7 +41,7 @@ class Row:
         """Return a text field; empty where the row lacks it."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
-            msg = f"expected `{name}` to be text, got {kind(value)}"
+            msg = f"expected `{name}` to be text, got {json_type(value)}"
             raise self.refusal(msg)
         return self.encodable(f"`{name}`", value)
 
@@ -49,11 +49,11 @@ class Row:
         """Return a field that is a list of texts; empty where the row lacks it."""
         values = self.fields.get(name, [])
         if not isinstance(values, list):
-            msg = f"expected `{name}` to be a list of texts, got {kind(values)}"
+            msg = f"expected `{name}` to be a list of texts, got {json_type(values)}"
             raise self.refusal(msg)
         for value in values:
             if not isinstance(value, str):
-                msg = f"expected `{name}` to be a list of texts, got {kind(value)} in it"
+                msg = f"expected `{name}` to be a list of texts, got {json_type(value)} in it"
                 raise self.refusal(msg)
         return tuple(self.encodable(f"`{name}`", value) for value in values)
 
@@ -61,7 +61,7 @@ class Row:
         """Return a field that is text or an integer, as text; the row's index where it is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
-            msg = f"expected `{name}` to be text or a whole number, got {kind(value)}"
+            msg = f"expected `{name}` to be text or a whole number, got {json_type(value)}"
             raise self.refusal(msg)
         return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
@@ -92,7 +92,7 @@ class Row:
         return DatasetError(f"{self.where}: {problem}")
 
 
-def kind(value: object) -> str:
+def json_type(value: object) -> str:
     """Return the type of a JSON value in words, such as `a number`."""
     return _KINDS.get(type(value), "an object")
 
@@ -132,7 +132,7 @@ def _parse_row(content: str, index: int, where: str) -> Row:
         msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
         raise DatasetError(msg) from None
     if not isinstance(document, dict):
-        msg = f"{where}: expected a JSON object, got {kind(document)}"
+        msg = f"{where}: expected a JSON object, got {json_type(document)}"
         raise DatasetError(msg)
     return Row(document, index, where)
 
@@ -164,7 +164,7 @@ def _message_list(row: Row) -> list[Any]:
     """Return the field `messages`. Raises DatasetError unless it is a list with at least one item."""
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
-        got = "an empty list" if messages == [] else kind(messages)
+        got = "an empty list" if messages == [] else json_type(messages)
         msg = f"expected `messages` to be a list of messages, got {got}"
         raise row.refusal(msg)
     return messages
@@ -176,18 +176,18 @@ def _message(row: Row, index: int, value: Any) -> Message:
     Raises DatasetError for an unknown role, and for content other than text.
     """
     if not isinstance(value, dict):
-        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {kind(value)}"
+        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {json_type(value)}"
         raise row.refusal(msg)
     role, text = value.get("role"), value.get("content")
     if role not in ROLES:
-        got = repr(role)[:40] if isinstance(role, str) else kind(role)
+        got = repr(role)[:40] if isinstance(role, str) else json_type(role)
         msg = f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
         raise row.refusal(msg)
     if calls := next((name for name in _CALLS if value.get(name)), None):
         msg = f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
         raise row.refusal(msg)
     if not isinstance(text, str):
-        msg = f"expected the `content` of message {index + 1} to be text, got {kind(text)}"
+        msg = f"expected the `content` of message {index + 1} to be text, got {json_type(text)}"
         raise row.refusal(msg)
     return Message(role, row.encodable(f"the content of message {index + 1}", text))
 
@@ -214,29 +214,29 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     wordings = _wordings(rows)
     samples = tuple(replace(_sample(row, wordings), metric=_metric(row)) for row in rows)
     _check_unique_ids(samples, rows)
-    recorded = {dataset: worded.record() for dataset, worded in wordings.items()}
+    recorded = {dataset: each.record() for dataset, each in wordings.items()}
     digest = hashlib.sha256(text.encode()).hexdigest()
-    longest = max((worded.generation_length for worded in wordings.values()), default=GENERATION_LENGTH)
+    longest = max((each.generation_length for each in wordings.values()), default=GENERATION_LENGTH)
     return LoadedDataset(samples, {"file_sha256": digest, "wording": recorded}, longest)
 
 
-def longbench_sample(row: Row, worded: Wording) -> Sample:
+def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
     """Return the sample of a row with LongBench's fields, its prompt in the dataset's wording."""
-    for name in ("context", "input") if worded.has_question else ("context",):
+    for name in ("context", "input") if dataset_wording.has_question else ("context",):
         if name not in row.fields:
-            msg = f"expected the field `{name}`, which {worded.dataset}'s prompt has; got {[*row.fields]}"
+            msg = f"expected the field `{name}`, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
             raise row.refusal(msg)
     context = row.text("context")
     if not context.strip():
         msg = "the context is empty; give `context` some text"
         raise row.refusal(msg)
-    before, after = worded.surrounding_text(row.text("input"))
+    before, after = dataset_wording.surrounding_text(row.text("input"))
     return row.sample(
         id=row.sample_id(),
         context=before + context,
         question=after,
         answers=row.texts("answers"),
-        task=worded.dataset,
+        task=dataset_wording.dataset,
         classes=row.texts("all_classes") if row.fields.get("all_classes") is not None else (),
     )
 
@@ -285,8 +285,8 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
     if "context" not in row.fields and "input" not in row.fields:
         msg = f"expected the field `prompt`, `messages`, or `context` and `input`; got {[*row.fields]}"
         raise row.refusal(msg)
-    worded = wordings.get(str(row.fields.get("dataset")))
-    return longbench_sample(row, worded) if worded else _context_sample(row)
+    dataset_wording = wordings.get(str(row.fields.get("dataset")))
+    return longbench_sample(row, dataset_wording) if dataset_wording else _context_sample(row)
 
 
 def _context_sample(row: Row) -> Sample:

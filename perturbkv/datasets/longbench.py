@@ -23,16 +23,16 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
     Raises DatasetError where its file or wording is not available.
     """
-    worded = wording.read(name)
+    dataset_wording = wording.read(name)
     local = local_file(options.data_dir, "longbench", f"{name}.jsonl")
     text, where = (FILE.read_text(local), str(local)) if local else (_download_text(name), f"{HUB_ID}/{ARCHIVE}")
-    samples = tuple(longbench_sample(row, worded) for row in read_rows(text, where, options.samples))
+    samples = tuple(longbench_sample(row, dataset_wording) for row in read_rows(text, where, options.samples))
     recorded = {
         "source": "file" if local else where,
         "file_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "wording": {name: worded.record()},
+        "wording": {name: dataset_wording.record()},
     }
-    return LoadedDataset(samples, recorded, worded.generation_length)
+    return LoadedDataset(samples, recorded, dataset_wording.generation_length)
 
 
 def _download_text(name: str) -> str:

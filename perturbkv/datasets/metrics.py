@@ -185,8 +185,7 @@ def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
         raise DatasetError(msg)
 
     def grade(text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-        for end in until:
-            text = text.split(end)[0]
+        text = wording.cut_answer(text, until)
         row = {"answers": list(answers), **({"all_classes": list(classes)} if classes else {})}
         with warnings.catch_warnings(), _deep_calls():  # jieba opens its dictionary in a way that Python warns of
             warnings.simplefilter("ignore")

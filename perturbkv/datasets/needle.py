@@ -148,6 +148,7 @@ def _insert_needle(hay: Sequence[str], needle: str, depth: float, tokenizer: Tok
 
 
 def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Return the number of tokens of a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

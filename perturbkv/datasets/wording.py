@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ def read(dataset: str) -> Wording:
         msg = f"expected {CONTEXT} once in {dataset}.yaml of lm-eval {version}, got '{wording.template}'; {INSTALL}"
         raise DatasetError(msg)
     return wording
+
+
+def cut_answer(text: str, until: Sequence[str]) -> str:
+    """Return the part of an answer before the first of the texts at which it ends."""
+    for end in until:
+        text = text.split(end)[0]
+    return text
 
 
 def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:

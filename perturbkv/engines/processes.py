@@ -119,7 +119,7 @@ class Processes:
         )
 
 
-_USUAL_THREADS = 4
+USUAL_THREADS = 4
 """Threads of a worker on the CPU by default: more gain little on one prompt."""
 
 
@@ -175,7 +175,7 @@ def threads_per_worker(chosen: Workers, workers: int | None) -> int:
     """
     if chosen_threads := chosen.cpus_per_worker or omp_threads():
         return chosen_threads
-    return _USUAL_THREADS if workers is None else max(1, cores() // workers)
+    return USUAL_THREADS if workers is None else max(1, cores() // workers)
 
 
 def omp_threads() -> int:

@@ -29,7 +29,6 @@ from perturbkv.engines.worker import Reply, Task, WorkerDevice
 from perturbkv.errors import ConfigError, NoMemoryError
 
 _MIB = 2**20
-_USUAL_CPUS = 4
 _SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
@@ -124,7 +123,7 @@ def _cores_per_worker(chosen: Workers, nodes: Sequence[Node], capacity: Callable
 
     `capacity` of a number of cores is the function from a node to the number of workers that fit there.
     """
-    usual = min(processes.omp_threads() or _USUAL_CPUS, max((node.cpus for node in nodes), default=1))
+    usual = min(processes.omp_threads() or processes.USUAL_THREADS, max((node.cpus for node in nodes), default=1))
     for cpus in range(max(1, usual), 1, -1):
         if sum(map(capacity(cpus), nodes)) >= (chosen.workers or 1):
             return cpus

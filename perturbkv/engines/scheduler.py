@@ -118,7 +118,7 @@ _REMEMBERED = 1000
 
 
 @dataclass
-class _Seat:
+class _WorkerState:
     """A worker's state and its pending order.
 
     Attributes:
@@ -146,19 +146,19 @@ class Scheduler:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._timeout: float | None = None
-        self._seats = [_Seat() for _ in crew.devices]
-        self._log_lines: dict[LogLine, None] = {}
-        self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._seats))
+        self._states = [_WorkerState() for _ in crew.devices]
+        self._log_lines: set[LogLine] = set()
+        self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._states))
 
     def alive(self) -> str:
         """Return the text about living workers for a progress bar: `7 of 8 workers`."""
-        alive = sum(seat.running and seat.order != "start" for seat in self._seats)
-        return f"{alive} of {len(self._seats)} workers"
+        alive = sum(state.running and state.order != "start" for state in self._states)
+        return f"{alive} of {len(self._states)} workers"
 
     @property
     def size(self) -> int:
         """Number of workers, running or not."""
-        return len(self._seats)
+        return len(self._states)
 
     def run(self, work: Work, timeout: float | None = None) -> None:
         """Do every item of a work; its `done` or `failed` gets each as it is ready.
@@ -171,7 +171,7 @@ class Scheduler:
         waiting, self._ends, self._timeout = ItemQueue(work.sizes), 0, timeout
         while True:
             self._send_items(work, waiting)
-            if not waiting and not any(isinstance(seat.order, int) for seat in self._seats):
+            if not waiting and not any(isinstance(state.order, int) for state in self._states):
                 return
             for worker, answer in self._crew.poll(self._seconds_until_timeout()):
                 if isinstance(answer, WorkerExit):
@@ -182,42 +182,42 @@ class Scheduler:
 
     def _send_items(self, work: Work, waiting: ItemQueue) -> None:
         """Send an item to every idle worker, and start workers, as long as items wait."""
-        for worker, seat in enumerate(self._seats):
-            if waiting and seat.order is None and seat.running:
-                self._send_next(work, waiting, worker, seat)
-        starting = sum(isinstance(seat.order, str) for seat in self._seats)
-        for worker, seat in enumerate(self._seats):
-            if starting < len(waiting) and not seat.running and seat.failed_starts < _MOST_STARTS:
+        for worker, state in enumerate(self._states):
+            if waiting and state.order is None and state.running:
+                self._send_next(work, waiting, worker, state)
+        starting = sum(isinstance(state.order, str) for state in self._states)
+        for worker, state in enumerate(self._states):
+            if starting < len(waiting) and not state.running and state.failed_starts < _MOST_STARTS:
                 self._crew.hire(worker)
-                seat.running, seat.task, seat.order = True, None, "start"
+                state.running, state.task, state.order = True, None, "start"
                 starting += 1
 
-    def _send_next(self, work: Work, waiting: ItemQueue, worker: int, seat: _Seat) -> None:
+    def _send_next(self, work: Work, waiting: ItemQueue, worker: int, state: _WorkerState) -> None:
         """Send an idle worker the task where it has not prepared it yet, else the next item."""
-        if seat.task is not work.task:
+        if state.task is not work.task:
             self._crew.begin(worker, work.task)
-            seat.task, seat.order = work.task, "begin"
+            state.task, state.order = work.task, "begin"
         else:
-            seat.order, seat.since = waiting.take(), time.monotonic()
-            self._crew.do(worker, work.item(seat.order))
+            state.order, state.since = waiting.take(), time.monotonic()
+            self._crew.do(worker, work.item(state.order))
 
     def _seconds_until_timeout(self) -> float:
         """Return the seconds, at most `_LONGEST_WAIT`, until a worker's item may exceed the timeout."""
         if self._timeout is None:
             return _LONGEST_WAIT
-        left = [seat.since + self._timeout for seat in self._seats if isinstance(seat.order, int)]
+        left = [state.since + self._timeout for state in self._states if isinstance(state.order, int)]
         return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
 
     def _handle_reply(self, work: Work, waiting: ItemQueue, worker: int, answer: Reply) -> None:
         """Log a reply's lines, raise its exception, and pass on the result of an item."""
-        seat = self._seats[worker]
-        order, seat.order = seat.order, None
+        state = self._states[worker]
+        order, state.order = state.order, None
         for line in answer.log:
             self._log_once(line)
         if error := answer.exception(self._worker_name(worker)):
             raise error
         if order == "begin":
-            seat.failed_starts = 0
+            state.failed_starts = 0
         if isinstance(order, int):
             self._ends = 0
             waiting.done(order)
@@ -226,11 +226,11 @@ class Scheduler:
 
     def _handle_exit(self, work: Work, waiting: ItemQueue, worker: int, reason: str) -> None:
         """Queue again or give up the item of a worker that ended. Raises WorkerError where too many workers end."""
-        seat = self._seats[worker]
-        order, seat.order, seat.running = seat.order, None, False
+        state = self._states[worker]
+        order, state.order, state.running = state.order, None, False
         self._ends += 1
         if not isinstance(order, int):
-            seat.failed_starts += 1
+            state.failed_starts += 1
             self._check_some_left(reason)
         elif given_up := waiting.record_exit(order, reason):
             work.failed(order, given_up)
@@ -243,7 +243,7 @@ class Scheduler:
 
     def _check_some_left(self, reason: str) -> None:
         """Raise WorkerError where no worker runs or may be started again; `reason` is how the last one ended."""
-        if all(not seat.running and seat.failed_starts >= _MOST_STARTS for seat in self._seats):
+        if all(not state.running and state.failed_starts >= _MOST_STARTS for state in self._states):
             msg = f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
             raise WorkerError(msg)
 
@@ -251,8 +251,8 @@ class Scheduler:
         """End the workers whose item takes longer than the timeout."""
         if self._timeout is None:
             return
-        for worker, seat in enumerate(self._seats):
-            if isinstance(seat.order, int) and time.monotonic() - seat.since >= self._timeout:
+        for worker, state in enumerate(self._states):
+            if isinstance(state.order, int) and time.monotonic() - state.since >= self._timeout:
                 self._crew.dismiss(worker)
                 self._handle_exit(work, waiting, worker, f"over {self._timeout:g} seconds")
 
@@ -261,7 +261,7 @@ class Scheduler:
         if line not in self._log_lines:
             if len(self._log_lines) >= _REMEMBERED:
                 self._log_lines.clear()
-            self._log_lines[line] = None
+            self._log_lines.add(line)
             name, level, message = line
             logging.getLogger(name).log(level, "%s", message)
 

@@ -198,8 +198,8 @@ def check_projections(model: Adapter) -> None:
             projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
         except projection.NoMatrixError as error:
             msg = (
-                f"o_proj of layer {layer} of model '{model.name}', a {projection.kind(attention.o_proj)}, {error}; use "
-                "weights that are quantised alone (weight-only), or the model unquantised"
+                f"o_proj of layer {layer} of model '{model.name}', a {projection.describe(attention.o_proj)}, {error}; "
+                "use weights that are quantised alone (weight-only), or the model unquantised"
             )
             raise ModelError(msg) from error
 

@@ -78,12 +78,12 @@ class StoredTensor:
         return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
 
 
-class _CutError(Exception):
+class _TruncatedError(Exception):
     """A header that extends beyond the end of its file."""
 
 
 class _Reader:
-    """A parser of a file's header, at byte `at`. Its methods raise _CutError where they would read beyond the file."""
+    """A parser of a file's header, at byte `at`. Its methods raise _TruncatedError where the file ends too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.alignment = data, 0, 32
@@ -92,7 +92,7 @@ class _Reader:
         """Move on by so many bytes."""
         self.at += size
         if self.at > len(self.data):
-            raise _CutError
+            raise _TruncatedError
 
     def number(self, kind: str) -> int:
         """Read an integer whose size is that of a format character of `struct`."""
@@ -118,11 +118,11 @@ class _Reader:
                 for _ in range(count):
                     self.skip_value(item_kind)
             else:
-                raise _CutError  # arrays in arrays: no file has them, and a damaged one would nest them without end
+                raise _TruncatedError  # arrays in arrays: no file has them, a damaged one would nest them without end
         elif kind in _SIZES:
             self.skip(_SIZES[kind])
         else:
-            raise _CutError
+            raise _TruncatedError
 
     def skip_pair(self) -> None:
         """Skip a metadata key and its value, and store the value where it is the alignment of the tensor data."""
@@ -131,7 +131,7 @@ class _Reader:
         if name == _ALIGNMENT and kind == _UINT32:
             (self.alignment,) = struct.unpack_from("<I", self.data, self.at - 4)
             if self.alignment == 0:
-                raise _CutError
+                raise _TruncatedError
 
     def tensor(self) -> StoredTensor:
         """Read the description of a tensor."""
@@ -151,7 +151,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             _check_version(path, data)
             try:
                 tensors, start = _read_tensors(_Reader(data))
-            except _CutError:
+            except _TruncatedError:
                 msg = f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
                 raise ModelError(msg) from None
     _check_tensors(path, tensors, start, size)

@@ -116,7 +116,7 @@ def download(file: RemoteFile, url: str, path: Path, lock: Path) -> None:
         with WeakFileLock(lock):
             if not path.is_file():
                 _download(file, url, partial)
-                _check(file, partial)
+                _check_download(file, partial)
                 partial.replace(path)
 
 
@@ -129,9 +129,11 @@ def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = No
     try:
         yield
     except OSError as error:
-        progress = f" at {format_size(_size(partial))} of {format_size(file.size)}, which are kept" if partial else ""
+        progress = (
+            f" at {format_size(_partial_size(partial))} of {format_size(file.size)}, which are kept" if partial else ""
+        )
         msg = (
-            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){progress}; make room there, "
+            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){done}; make room there, "
             "or set HF_HOME to another place"
         )
         raise HubError(msg) from error
@@ -141,15 +143,15 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
     """Download what the partial file lacks, with retries. Raises HubError."""
     failures = 0
     while True:
-        before = _size(partial)
+        before = _partial_size(partial)
         try:
-            _append(file, url, partial)
+            _append_missing(file, url, partial)
         except (*connection_errors(), _CutError) as error:
-            failures = failures + 1 if _size(partial) - before < _MIN_PROGRESS else 0
+            failures = failures + 1 if _partial_size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
                 msg = (
-                    f"the download of {file.name} was cut at {format_size(_size(partial))} of {format_size(file.size)} "
-                    f"({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
+                    f"the download of {file.name} was cut at {format_size(_partial_size(partial))} of "
+                    f"{format_size(file.size)} ({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
                 )
                 raise HubError(msg) from error
             time.sleep(PAUSE)
@@ -157,12 +159,12 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
             return
 
 
-def _append(file: RemoteFile, url: str, partial: Path) -> None:
+def _append_missing(file: RemoteFile, url: str, partial: Path) -> None:
     """Request the bytes that the partial file lacks, once, and append them.
 
     Raises _CutError, HubError, or one of `connection_errors`.
     """
-    start = _size(partial)
+    start = _partial_size(partial)
     if start >= file.size > 0:
         return
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
@@ -178,12 +180,12 @@ def _append(file: RemoteFile, url: str, partial: Path) -> None:
         with partial.open("ab" if response.status_code == 206 else "wb") as stream:
             for chunk in response.iter_bytes():
                 stream.write(chunk)
-    if _size(partial) < file.size:
+    if _partial_size(partial) < file.size:
         msg = "the connection was closed"
         raise _CutError(msg)
 
 
-def _check(file: RemoteFile, partial: Path) -> None:
+def _check_download(file: RemoteFile, partial: Path) -> None:
     """Raise HubError and delete a download whose size or checksum is not what the hub reports."""
     if partial.stat().st_size == file.size and _digest(file, partial) == file.etag:
         return
@@ -199,7 +201,7 @@ def _digest(file: RemoteFile, path: Path) -> str:
         return hashlib.file_digest(stream, lambda: digest).hexdigest()
 
 
-def _size(partial: Path) -> int:
+def _partial_size(partial: Path) -> int:
     """Return the bytes of a partial download; 0 before it has begun."""
     return partial.stat().st_size if partial.exists() else 0
 
@@ -235,7 +237,7 @@ class Repository:
     @property
     def folder(self) -> Path:
         """The snapshot: every downloaded file, under its own name."""
-        return _home(self.id, self.kind) / "snapshots" / self.commit
+        return _repository_folder(self.id, self.kind) / "snapshots" / self.commit
 
     def names(self) -> set[str]:
         """Return the names of all files on the hub; of those on disk where the hub could not be reached."""
@@ -257,7 +259,7 @@ class Repository:
 
     def _download_file(self, file: RemoteFile) -> None:
         """Download one file into the hub's cache and link it into the snapshot."""
-        home = _home(self.id, self.kind)
+        home = _repository_folder(self.id, self.kind)
         path = home / "blobs" / file.etag
         lock = Path(constants.HF_HUB_CACHE, ".locks", home.name, f"{file.etag}.lock")
         if file.size >= _ANNOUNCED_SIZE:
@@ -321,7 +323,7 @@ def _request_repository(name: str, revision: str, kind: str) -> Repository:
     files = {entry.rfilename: _remote_file(entry) for entry in listing}
     repository = Repository(name, kind, str(info.sha), files)
     if not _COMMIT.fullmatch(revision):
-        _write_ref(_home(name, kind) / "refs" / (revision or "main"), repository.commit)
+        _write_ref(_repository_folder(name, kind) / "refs" / (revision or "main"), repository.commit)
     return repository
 
 
@@ -357,13 +359,13 @@ def _is_inside(name: str) -> bool:
 
 def _cached_commit(name: str, revision: str, kind: str) -> str:
     """Return the commit that the cache on disk has for a branch, tag or commit; empty where it has none."""
-    home = _home(name, kind)
+    home = _repository_folder(name, kind)
     with suppress(OSError, ValueError):
         revision = (home / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     return revision if _COMMIT.fullmatch(revision) and (home / "snapshots" / revision).is_dir() else ""
 
 
-def _home(name: str, kind: str) -> Path:
+def _repository_folder(name: str, kind: str) -> Path:
     """Return a repository's folder in the hub's cache."""
     return Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}")
 

@@ -67,7 +67,7 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
         raise NoMatrixError(msg)
 
 
-def kind(projection: Any) -> str:
+def describe(projection: Any) -> str:
     """Return a projection's class and its weight's type in words, such as `Linear4bit of uint8`."""
     weight: Any = getattr(projection, "weight", None)
     dtype = getattr(weight, "dtype", None)

@@ -38,11 +38,11 @@ def quant_method(quantisation: Any) -> str:
     return str(getattr(method, "value", method)).removesuffix("_4bit").removesuffix("_8bit")
 
 
-def kind(quantisation: Any) -> str:
+def describe(quantisation: Any) -> str:
     """Return a `quantization_config` in words, for example `bitsandbytes int4` or `torchao Int8WeightOnly`."""
     document = _as_dict(quantisation)
     bits = 4 if document.get("load_in_4bit") else 8 if document.get("load_in_8bit") else document.get("bits")
-    detail = f"int{bits}" if bits else document.get("weights") or _torchao_kind(document.get("quant_type"))
+    detail = f"int{bits}" if bits else document.get("weights") or _torchao_method(document.get("quant_type"))
     return " ".join(filter(None, (quant_method(document) or "quantised", str(detail or ""))))
 
 
@@ -67,7 +67,7 @@ def _as_dict(quantisation: Any) -> dict[str, Any]:
     )
 
 
-def _torchao_kind(quantisation: Any) -> str:
+def _torchao_method(quantisation: Any) -> str:
     """Return the method in torchao's `quant_type`, such as `Int8WeightOnly`, or `int8_weight_only` in older files."""
     chosen = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
     method = chosen.get("_type", "") if isinstance(chosen, dict) else chosen

@@ -70,7 +70,7 @@ def safetensors_storage(source: Source | None, config: Any) -> WeightStorage:
     if quantisation := getattr(config, "quantization_config", None):
         packed = quantisers.quant_method(quantisation) in quantisers.PACKAGES  # the others may be read as floats
         size = sum(file.stat().st_size for file in local) if packed else 0
-        return WeightStorage(quantisers.kind(quantisation), _QUANTISED_DETAIL, quantised=True, nbytes=size)
+        return WeightStorage(quantisers.describe(quantisation), _QUANTISED_DETAIL, quantised=True, nbytes=size)
     kinds = _kinds(source) if source is not None and local else Counter()
     if kinds:
         return WeightStorage(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")

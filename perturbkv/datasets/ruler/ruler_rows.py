@@ -39,7 +39,7 @@ _ON_HUB = re.compile(r"https://huggingface\.co/datasets/(?P<repo>[^/]+/[^/]+)/re
 
 
 @dataclass
-class Data:
+class TaskData:
     """The data files of one RULER task, in place of downloads by lm-eval's code; each file is read once.
 
     Attributes:
@@ -186,7 +186,7 @@ class RowMaker:
     folder: Path
     tokenizer: Tokenizer
     seed: int
-    data: Data
+    data: TaskData
 
     def make(self, maker: tuple[str, str], length: int, tried: int) -> Sequence[Mapping[str, Any]]:
         """Return those of the first `tried` rows whose prompt and answer fit `length` tokens.

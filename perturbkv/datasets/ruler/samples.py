@@ -9,7 +9,7 @@ from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.external_code import NoEnd
 from perturbkv.datasets.ruler import tasks
-from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Data, RowMaker
+from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, RowMaker, TaskData
 from perturbkv.datasets.ruler.tasks import Task
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
@@ -29,7 +29,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
     Raises DatasetError where lm-eval, a package or data is missing, and for a length that is too short.
     """
-    task, data, lengths = tasks.read(name), Data(name, options.data_dir), options.lengths
+    task, data, lengths = tasks.read(name), TaskData(name, options.data_dir), options.lengths
     row_maker = RowMaker(tasks.folder(), tokenizer, options.seed, data)
     per_length = -(-options.samples // len(lengths))
     rows = [_rows(row_maker, task, length, per_length) for length in lengths]

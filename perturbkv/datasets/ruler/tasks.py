@@ -145,7 +145,7 @@ class _EmptyModule:
 
 
 def _read_merged(path: Path) -> dict[str, Any]:
-    """Return the document of a YAML file, with the keys of the file that it includes where it lacks them."""
+    """Return the document of a YAML file, merged over that of the file that it includes."""
     document = dict(wording.read_yaml(path))
     included = document.pop("include", None)
     return {**_read_merged(path.parent / str(included)), **document} if included else document
@@ -164,8 +164,7 @@ def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
     function = _grading_functions()[definition.grader]
 
     def grade(text: str, answers: Sequence[str]) -> float:
-        for end in definition.until:
-            text = text.split(end)[0]
+        text = wording.cut_answer(text, definition.until)
         row = {"outputs": list(answers), "max_length": _LENGTH}
         return float(function(row, [text])[str(_LENGTH)])
 
