@@ -129,11 +129,9 @@ def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = No
     try:
         yield
     except OSError as error:
-        progress = (
-            f" at {format_size(_partial_size(partial))} of {format_size(file.size)}, which are kept" if partial else ""
-        )
+        progress = f" at {_progress(file, partial)}, which are kept" if partial else ""
         msg = (
-            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){done}; make room there, "
+            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){progress}; make room there, "
             "or set HF_HOME to another place"
         )
         raise HubError(msg) from error
@@ -150,8 +148,8 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
             failures = failures + 1 if _partial_size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
                 msg = (
-                    f"the download of {file.name} was cut at {format_size(_partial_size(partial))} of "
-                    f"{format_size(file.size)} ({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
+                    f"the download of {file.name} was cut at {_progress(file, partial)} "
+                    f"({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
                 )
                 raise HubError(msg) from error
             time.sleep(PAUSE)
@@ -199,6 +197,11 @@ def _digest(file: RemoteFile, path: Path) -> str:
     digest = hashlib.sha256() if len(file.etag) == _SHA256 else hashlib.sha1(b"blob %d\0" % file.size)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: digest).hexdigest()
+
+
+def _progress(file: RemoteFile, partial: Path) -> str:
+    """Return how much of a file is downloaded, such as `3.1 MB of 269 MB`."""
+    return f"{format_size(_partial_size(partial))} of {format_size(file.size)}"
 
 
 def _partial_size(partial: Path) -> int:
