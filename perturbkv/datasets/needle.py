@@ -163,6 +163,6 @@ def add_distraction(sample: Sample, seed: int) -> tuple[Sample, str]:
         msg = f"expected sample '{sample.id}' to hold needle's fact, got a context without it; use --dataset needle"
         raise DatasetError(msg)
     draw = random.Random(f"distraction/{seed}/{sample.id}")
-    others = [city for city in CITIES if f" {city} " not in facts[0]]
-    wrong = NEEDLE.format(city=draw.choice(others), number=draw.randrange(1_000_000, 10_000_000))
+    other_cities = [city for city in CITIES if f" {city} " not in facts[0]]
+    wrong = NEEDLE.format(city=draw.choice(other_cities), number=draw.randrange(1_000_000, 10_000_000))
     return replace(sample, context=sample.context.replace(facts[0], f"{facts[0]} {wrong}", 1)), facts[0]

@@ -130,17 +130,17 @@ def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
     """
     device = planned.placement.device
     count = torch.cuda.device_count() if device.type == "cuda" else cores()
-    wanted = chosen.workers or (count if device.type == "cuda" else max(1, count // threads_per_worker(chosen, None)))
-    if wanted > count:
+    workers = chosen.workers or (count if device.type == "cuda" else max(1, count // threads_per_worker(chosen, None)))
+    if workers > count:
         what = "GPUs" if device.type == "cuda" else "cores"
-        msg = f"expected at most one worker for each of this machine's {count} {what}, got --workers {wanted}"
+        msg = f"expected at most one worker for each of this machine's {count} {what}, got --workers {workers}"
         raise ConfigError(msg)
     if device.type != "cuda":
-        _check_cores(chosen, wanted, count)
-        what = f"{wanted} workers, each with model '{planned.files.name}' and its caches, need"
-        memory.check(wanted * needed_bytes(planned), device, what, "fewer --workers take less")
-    names = [f"cuda:{index}" for index in range(wanted)] if device.type == "cuda" else [str(device)] * wanted
-    return [WorkerDevice(name, threads_per_worker(chosen, wanted)) for name in names]
+        _check_cores(chosen, workers, count)
+        what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
+        memory.check(workers * needed_bytes(planned), device, what, "fewer --workers take less")
+    names = [f"cuda:{index}" for index in range(workers)] if device.type == "cuda" else [str(device)] * workers
+    return [WorkerDevice(name, threads_per_worker(chosen, workers)) for name in names]
 
 
 def _check_cores(chosen: Workers, workers: int, available: int) -> None:

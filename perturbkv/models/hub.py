@@ -200,7 +200,7 @@ def _digest(file: RemoteFile, path: Path) -> str:
 
 
 def _progress(file: RemoteFile, partial: Path) -> str:
-    """Return how much of a file is downloaded, such as `3.1 MB of 269 MB`."""
+    """Return how much of a file is downloaded, such as `3.1 MiB of 97.6 MiB`."""
     return f"{format_size(_partial_size(partial))} of {format_size(file.size)}"
 
 

@@ -256,7 +256,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
     `name` is an alias, a hub id, a hub's GGUF file (`owner/name:file.gguf`), a folder, a GGUF file, or
     `random:<alias>`, whose weights `seed` draws; `revision` is a branch, tag or commit of the hub's.
 
-    Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
+    Raises ModelError or UnknownNameError, whose message says what is missing and what to do.
     """
     if name.startswith(_RANDOM):
         if revision:

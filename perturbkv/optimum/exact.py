@@ -130,9 +130,9 @@ def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
 
 def _smallest_mass(entries: HeadEntries, size: int) -> float:
     """Return the smallest retained mass S of all kept sets of a size."""
-    settled = float(entries.attention[entries.always].sum()) + entries.sink
+    fixed = float(entries.attention[entries.always].sum()) + entries.sink
     free = size - int(entries.always.sum())
-    return settled + float(np.sort(entries.attention[entries.free])[:free].sum())
+    return fixed + float(np.sort(entries.attention[entries.free])[:free].sum())
 
 
 def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> tuple[Kept | None, float]:
@@ -144,17 +144,17 @@ def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> tup
     free, model = entries.free, entries.projected.shape[1]
     scale = _UNIT / ratio
     contributions = scale * entries.contributions[free].T
-    settled = scale * entries.numerator(entries.always)
+    fixed = scale * entries.numerator(entries.always)
     both = csr_array(np.block([[contributions, -np.eye(model)], [-contributions, -np.eye(model)]]))
     counted = np.concatenate([np.ones(len(free)), np.zeros(model)])
-    wanted = size - int(entries.always.sum())
+    free_kept = size - int(entries.always.sum())
     program = {
         "c": np.concatenate([-scale * ratio * entries.attention[free], np.ones(model)]),
         "integrality": counted,
         "bounds": Bounds(np.zeros(len(counted)), np.where(counted > 0, 1, np.inf)),
         "constraints": [
-            LinearConstraint(both, -np.inf, np.concatenate([-settled, settled])),
-            LinearConstraint(csr_array(counted[None]), wanted, wanted),
+            LinearConstraint(both, -np.inf, np.concatenate([-fixed, fixed])),
+            LinearConstraint(csr_array(counted[None]), free_kept, free_kept),
         ],
     }
     solution = _run_highs(program, seconds)

@@ -43,13 +43,13 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     return LoadedDataset(samples, recorded | data.record, task.generation_length)
 
 
-def _rows(row_maker: RowMaker, task: Task, length: int, wanted: int) -> Rows:
-    """Return `wanted` rows of a task at one length; fewer where lm-eval has no more that fit, at least one.
+def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
+    """Return `count` rows of a task at one length; fewer where lm-eval has no more that fit, at least one.
 
     Raises DatasetError for a length that no row fits.
     """
-    rows, tried = _try_rows(row_maker, task, length, wanted), wanted
-    while len(rows) < wanted and tried < MOST_ROWS:
+    rows, tried = _try_rows(row_maker, task, length, count), count
+    while len(rows) < count and tried < MOST_ROWS:
         tried = min(2 * tried, MOST_ROWS) if rows else MOST_ROWS
         rows = _try_rows(row_maker, task, length, tried)
     if rows:
