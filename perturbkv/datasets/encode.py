@@ -66,9 +66,6 @@ class TokenIds(Sequence[int]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self._ids, dtype=dtype)
 
-    def __reduce__(self) -> tuple[type[TokenIds], tuple[array[int]]]:
-        return TokenIds, (array("i" if self._ids.dtype == np.int32 else "q", self._ids.tobytes()),)
-
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used."""

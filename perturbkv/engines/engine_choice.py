@@ -118,7 +118,7 @@ def open_engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[AnsweringEng
         yield LocalEngine(plans)
         return
     largest = max(plans, key=Plan.caches_bytes)
-    processes.check_device(chosen, largest)
+    processes.check_device(largest)
     with _open_crew(chosen, largest) as crew, closing(crew):
         yield WorkerEngine(chosen, plans, Scheduler(crew))
 

@@ -153,7 +153,7 @@ def _check_cores(chosen: Workers, workers: int, available: int) -> None:
         raise ConfigError(msg)
 
 
-def check_device(chosen: Workers, planned: Plan) -> None:
+def check_device(planned: Plan) -> None:
     """Raise ConfigError where a plan's --device or --device-map is only possible for a single process."""
     placement, device = planned.placement, planned.placement.device
     if placement.device_map != "none":

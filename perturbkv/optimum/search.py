@@ -106,7 +106,7 @@ def search(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSe
     """
     perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
     better = improve(entries, sets[int(np.argmin(perturbations))], seconds)
-    return _head_search(entries, perturbations, better, better.kept, better.perturbation, None)
+    return _head_search(perturbations, better, better.kept, better.perturbation, None)
 
 
 def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int) -> HeadSearch:
@@ -120,7 +120,7 @@ def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int)
     starts = [*sets, *(entries.with_free(draw.choice(entries.free, free, replace=False)) for _ in range(_STARTS))]
     improved = min((improve(entries, start, seconds) for start in starts), key=lambda result: result.perturbation)
     proof = best_set(entries, improved.kept, seconds)
-    return _head_search(entries, perturbations, improved, proof.kept, proof.perturbation, proof)
+    return _head_search(perturbations, improved, proof.kept, proof.perturbation, proof)
 
 
 def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
@@ -133,7 +133,6 @@ def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
 
 
 def _head_search(
-    entries: HeadEntries,
     perturbations: Sequence[float],
     improved: LocalSearch,
     kept: Kept,
