@@ -73,5 +73,4 @@ def _without_pooling_options(config: EvictionConfig, selection: Choice) -> Evict
 def _selection_with_norm(config: EvictionConfig, name: str, **parameters: float) -> Choice:
     """Return the selection `name` with these parameters and, where it is not the default, the configuration's norm."""
     norm = config.selection.options.get("norm", "l1")
-    options = {**parameters, **({} if norm == "l1" else {"norm": norm})}
-    return as_choice(f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name)
+    return Choice(name, parameters if norm == "l1" else {**parameters, "norm": norm})
