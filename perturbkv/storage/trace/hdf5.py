@@ -41,7 +41,7 @@ _DEFLATED = 1032
 
 @contextmanager
 def open_file(path: Path) -> Iterator[StoredFile]:
-    """Open a file for reading. Raises TraceError where HDF5 cannot open it."""
+    """Open an HDF5 file for reading. Raises TraceError where HDF5 cannot open it."""
     try:
         file = h5py.File(path, "r")
     except _FAILURES as error:
@@ -54,7 +54,7 @@ def open_file(path: Path) -> Iterator[StoredFile]:
 
 
 class StoredFile:
-    """A file that is open for reading; every method raises TraceError for a defect."""
+    """An HDF5 file that is open for reading; every method raises TraceError for a defect of the file."""
 
     def __init__(self, file: h5py.File, path: Path) -> None:
         self.path, self._file = path, file
@@ -91,7 +91,10 @@ class StoredFile:
             return bool(kind.equal(_little_endian(dtype)))
 
     def unknown_variable(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
-        """Return axes, shape, type, unit, meaning and bytes of a variable not in the format; None for another item."""
+        """Return axes, shape, type, unit, meaning and bytes of a variable that the format does not have.
+
+        None for an item that is no variable.
+        """
         with self._translate_errors(f"the variable {name}"):
             item = self._file[name]
             scales = _dimension_scales(self._file, item) if isinstance(item, h5py.Dataset) else []
@@ -106,7 +109,7 @@ class StoredFile:
             return axes, item.shape, str(item.dtype), str(units), str(meaning), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
-        """Return the one of the `known` axes attached to each dimension of a variable, else 'none' or 'another'."""
+        """Return the name of the axis attached to each dimension of a variable: one of `known`, 'none' or 'another'."""
         with self._translate_errors(f"the axes of {name}"):
             scales = _dimension_scales(self._file, self._dataset(name))
         datasets = {axis: self._dataset(axis) for axis in known}
@@ -123,7 +126,7 @@ class StoredFile:
         return {key: value for key, value in values.items() if value is not None}
 
     def text(self, name: str, key: str) -> str:
-        """Return the text of a variable's attribute."""
+        """Return the text of the attribute `key` of a variable."""
         if (name, key) in self._texts:
             return self._texts[name, key]
         with self._translate_errors(f"the text '{key}' of {name}"):
@@ -153,28 +156,21 @@ class StoredFile:
         return numbers
 
     def refuse(self, expected: str, got: str) -> NoReturn:
-        """Raise TraceError for a damaged file."""
+        """Raise TraceError for a damaged file, which names what was expected in it and what was there instead."""
         advice = "the file is damaged or was changed since it was made; make it again"
         msg = f"expected {expected} in {self.path}, got {got[:200]}; {advice}"
         raise TraceError(msg)
 
-    def refuse_version(self, version: int, known: int) -> NoReturn:
-        """Raise TraceError for a format version that is newer than this reader, or too old for it."""
-        measure_again = "measure it again: the perturbkv trace that made it, with --overwrite"
-        todo = "update perturbkv" if version > known else measure_again
-        msg = f"expected a trace of format {known} at {self.path}, got format {version}; {todo}"
-        raise TraceError(msg)
-
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """Turn any failure of HDF5 inside the block into a TraceError; the block may call only HDF5."""
+        """Turn any exception inside the block, which may call only HDF5, into a TraceError about `what` is read."""
         try:
             yield
         except _FAILURES:
             self.refuse(what, "what HDF5 cannot read")
 
     def _dataset(self, name: str) -> Any:
-        """Return a variable or an axis whose numbers are stored in this file."""
+        """Return a variable or an axis. Raises TraceError unless its numbers are stored in this file."""
         if name not in self._datasets:
             with self._translate_errors(f"the variable {name}"):
                 item = self._file[name]
@@ -212,7 +208,7 @@ def _little_endian(dtype: str) -> Any:
 
 
 def _dimension_scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
-    """Return the dimension scale of each dimension of a variable; None where it has none.
+    """Return the dimension scale of each dimension of a variable; None for a dimension without one.
 
     The attribute is read as the specification of dimension scales defines it, as HDF5's own reader crashes on
     attributes of another type.

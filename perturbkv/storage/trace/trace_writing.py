@@ -95,6 +95,7 @@ class Stream(io.RawIOBase):
         return end
 
     def _write_all(self, data: memoryview) -> None:
+        """Write all of the data at the offset. Raises OSError."""
         done = 0
         while done < len(data):
             done += os.pwrite(self._file, data[done:], self._at + done)
@@ -165,10 +166,13 @@ def write_trace(
                     if stop.is_set():
                         return
                     _write_sample(variables, index, sample(name), filled)
-                variables.finish()
-                file.attrs[layout.CHECKSUM] = layout.checksum_document(
-                    texts, {name: _checksum_text(file[name]) for name in file}
-                )
+                for variable in variables.values():
+                    variable.finish()
+                meanings = {
+                    name: layout.checksum_text(item.attrs["units"], item.attrs["long_name"])
+                    for name, item in file.items()
+                }
+                file.attrs[layout.CHECKSUM] = layout.checksum_document(texts, meanings)
             stream.check()
 
     run_uninterrupted(write)
@@ -188,26 +192,24 @@ def _create_variables(
     names: set[str],
     sample_ids: Sequence[str],
     labels: list[str],
-) -> _Variables:
-    """Write the file's attributes and coordinates, and return its variables, still empty."""
+) -> dict[str, _ChecksummedVariable]:
+    """Write the file's attributes and coordinates, and return its variables, still empty, by name."""
     file.attrs["format_version"] = FORMAT_VERSION
     for name, text in attrs.items():
         file.attrs[name] = text
     measured = attrs.get(MEASURED_LAYERS)
     _write_coordinates(file, sizes, sample_ids, labels, layer_types.parse_measured(measured)[0] if measured else None)
-    chosen = {name: variable for name, variable in STORED.items() if name in names | FLAGS.keys()}
-    return _Variables(file, chosen, sizes)
+    return {
+        name: _ChecksummedVariable(_create_variable(file, name, variable, sizes), variable)
+        for name, variable in STORED.items()
+        if name in names | FLAGS.keys()
+    }
 
 
 def _storable_texts(value: Any) -> NDArray[Any]:
-    """Return a text, or an array of texts, as HDF5 can store them."""
+    """Return an array of texts, or a single text as an array without axes, as HDF5 can store them."""
     texts = [storable_text(str(text)) for text in np.asarray(value, dtype=object).flat]
     return np.array(texts, dtype=object).reshape(np.shape(value))
-
-
-def _checksum_text(dataset: h5py.Dataset) -> str:
-    """Return a variable's unit and meaning as the text that is checksummed."""
-    return layout.checksum_text(dataset.attrs["units"], dataset.attrs["long_name"])
 
 
 def _write_coordinates(
@@ -252,27 +254,6 @@ def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     return {**options, "chunks": (samples_per_chunk, *shape[1:]), "fletcher32": True, **_DEFLATED}
 
 
-class _Variables:
-    """The variables of a file that is being written, with their checksums."""
-
-    def __init__(self, file: h5py.File, chosen: Mapping[str, Variable], sizes: Mapping[str, int]) -> None:
-        self._by_name = {
-            name: _SummedVariable(_create_variable(file, name, variable, sizes), variable)
-            for name, variable in chosen.items()
-        }
-
-    def __contains__(self, name: str, /) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str, /) -> _SummedVariable:
-        return self._by_name[name]
-
-    def finish(self) -> None:
-        """Write buffered blocks and the checksums."""
-        for variable in self._by_name.values():
-            variable.finish()
-
-
 def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
     """Return a new variable filled with NaN (floats) or 0 (integers)."""
     shape = tuple(sizes[axis] for axis in variable.axes)
@@ -283,7 +264,7 @@ def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapp
     return dataset
 
 
-class _SummedVariable:
+class _ChecksummedVariable:
     """A variable that is written by whole samples or consecutive rows, and its checksums."""
 
     def __init__(self, dataset: h5py.Dataset, variable: Variable) -> None:
@@ -299,6 +280,7 @@ class _SummedVariable:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the whole variable."""
         return tuple(self._dataset.shape)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
@@ -317,7 +299,7 @@ class _SummedVariable:
         self._dataset.attrs[layout.CHECKSUM] = self._sums
 
     def _buffer(self, begin: int, block: NDArray[Any]) -> None:
-        """Buffer a block, and write the buffer once it fills a chunk."""
+        """Buffer a block for the rows from `begin` on, and write the buffer once it fills a chunk."""
         if begin != self._end:
             self._write()
             self._begin = begin
@@ -330,6 +312,7 @@ class _SummedVariable:
             self._write()
 
     def _write(self) -> None:
+        """Write the buffered blocks to the file."""
         if self._end > self._begin:
             block = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
             self._dataset[self._begin : self._end] = block
@@ -337,9 +320,15 @@ class _SummedVariable:
 
 
 def _write_sample(
-    variables: _Variables, index: int, sample: SampleTrace | FailedSample, filled: dict[str, int]
+    variables: Mapping[str, _ChecksummedVariable],
+    index: int,
+    sample: SampleTrace | FailedSample,
+    filled: dict[str, int],
 ) -> None:
-    """Write one sample after the rows that are `filled`, its `complete` flag last."""
+    """Write the sample at an index of the `sample` axis, its `complete` flag last.
+
+    `filled`: axis of `ROWS` -> the rows that earlier samples fill; it grows by the sample's own.
+    """
     if isinstance(sample, FailedSample):
         variables["failure"][index] = sample.reason
     else:
@@ -352,12 +341,12 @@ def save(trace: Trace, path: Path) -> Path:
 
     Raises TraceError where a required variable is missing.
     """
-    shapes = {
-        name: sample.shapes() if isinstance(sample, SampleTrace) else None
-        for name in trace.sample_ids
-        for sample in [trace.sample(name)]
-    }
+
+    def shapes(name: str) -> Shapes | None:
+        sample = trace.sample(name)
+        return sample.shapes() if isinstance(sample, SampleTrace) else None
+
     attrs = {name: value for name, value in trace.attrs.items() if name not in ("format", "format_version")}
     with atomic_path(path) as temporary:
-        write_trace(temporary, trace.run, trace.sample_ids, attrs, shapes.__getitem__, trace.sample)
+        write_trace(temporary, trace.run, trace.sample_ids, attrs, shapes, trace.sample)
     return path
