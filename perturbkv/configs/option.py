@@ -17,7 +17,7 @@ LARGEST = 2**63 - 1
 MOST_CONFIGURATIONS = 10_000
 """Limit of configurations in one run: planning more takes too long."""
 MOST_SAMPLES = 100_000
-LONGEST_NUMBER = 2_000_000
+LONGEST_PROMPT = 2_000_000
 """Limit of tokens of a synthetic prompt: longer than every model's context, and still generated in seconds."""
 
 
