@@ -305,21 +305,18 @@ def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> 
     cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
     for part in (ids[:middle], ids[middle:]):
         adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    distances = [
-        [
-            _entry_distance(part[0], whole[0]).cpu()
-            for part, whole in zip((layer.keys, layer.values), kinds, strict=True)
-        ]
-        for layer, kinds in zip(cache.layers, full, strict=True)
-    ]
-    key, value = (torch.stack([layer[kind] for layer in distances]).clamp(min=least) for kind in (0, 1))
-    return EntryFloors(key.cummax(dim=0).values, value.cummax(dim=0).values)
+    layers = list(zip(cache.layers, full, strict=True))
+    key = torch.stack([_entry_distance(layer.keys[0], keys[0]).cpu() for layer, (keys, _) in layers])
+    value = torch.stack([_entry_distance(layer.values[0], values[0]).cpu() for layer, (_, values) in layers])
+    return EntryFloors(key.clamp(min=least).cummax(dim=0).values, value.clamp(min=least).cummax(dim=0).values)
 
 
-def _entry_distance(one: Float[Tensor, "kv_head entry d_head"], other: Float[Tensor, "kv_head entry d_head"]) -> Tensor:
-    """Return the largest distance of an entry from the `other` one, over the root mean square norm of its head's."""
-    unit = other.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    distance: Tensor = torch.linalg.vector_norm(one.float() - other.float(), dim=-1) / unit
+def _entry_distance(
+    entries: Float[Tensor, "kv_head entry d_head"], reference: Float[Tensor, "kv_head entry d_head"]
+) -> Tensor:
+    """Return the largest distance of an entry from the reference's, over the root mean square norm of its head."""
+    unit = reference.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
+    distance: Tensor = torch.linalg.vector_norm(entries.float() - reference.float(), dim=-1) / unit
     return distance.amax()
 
 

@@ -92,11 +92,11 @@ class Option:
         """
         if self.call and isinstance(value, str | Choice):
             return value if value == self.default else as_choice(value)
-        kinds, words = KINDS[type(self.default)]
+        accepted, description = KINDS[type(self.default)]
         value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {owner}" if owner else name
-        if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, kinds):
-            msg = f"{what} is {words}, got '{value}'"
+        if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, accepted):
+            msg = f"{what} is {description}, got '{value}'"
             raise ConfigError(msg)
         if isinstance(value, str):
             if value not in self.known:
@@ -104,7 +104,7 @@ class Option:
             return value
         if not isinstance(value, bool):
             self._check_number(value, what)
-        return kinds[-1](value)
+        return accepted[-1](value)
 
     def _check_number(self, value: Any, what: str) -> None:
         """Raise ConfigError for a number outside the option's range; `what` names the option."""

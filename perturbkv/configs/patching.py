@@ -161,13 +161,13 @@ def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
     if corrected := [config for config in (baseline, treatment) if config.corrected]:
         msg = f"expected configurations with no correction, got {corrected[0].correction}; leave it out"
         raise ConfigError(msg)
-    for what, one, other in (
+    for what, first, second in (
         ("granularity", baseline.granularity.name, treatment.granularity.name),
         ("precision", str(baseline.precision), str(treatment.precision)),
         ("position of kept keys", _key_positions(baseline), _key_positions(treatment)),
     ):
-        if one != other:
-            msg = f"expected the same {what} on both sides, whose kept sets lie in one cache; got {one} and {other}"
+        if first != second:
+            msg = f"expected the same {what} on both sides, whose kept sets lie in one cache; got {first} and {second}"
             raise ConfigError(msg)
 
 

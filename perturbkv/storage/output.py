@@ -141,7 +141,7 @@ def _concerns(error: OSError, path: Path) -> bool:
 
 SILENCE_S = 300.0
 """Seconds without a heartbeat after which a holder on another machine counts as dead."""
-_SAME_START = 2.0
+_START_TOLERANCE = 2.0
 """Largest difference of two readings of one process's start."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -190,7 +190,7 @@ class Holder:
         if self.host != _host_id():
             return silence_s > SILENCE_S
         try:
-            is_same = abs(_process_start(self.pid) - self.started) < _SAME_START
+            is_same = abs(_process_start(self.pid) - self.started) < _START_TOLERANCE
             return not is_same or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True

@@ -37,8 +37,8 @@ from perturbkv.trace import FailedSample, SampleTrace
 Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Variable -> its type and shape, in the order in which they are stored."""
 _HEAD, _DATA, _TEXTS = "head.npy", "data.npy", "texts.npy"
-_DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, PerturbkvError)
-_NEEDED = frozenset(name for name, variable in VARIABLES.items() if not variable.optional)
+_DAMAGE_ERRORS = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, PerturbkvError)
+_REQUIRED = frozenset(name for name, variable in VARIABLES.items() if not variable.optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Entry:
         try:
             with zipfile.ZipFile(self.path) as archive:
                 yield archive
-        except (FileNotFoundError, *_DAMAGE):
+        except (FileNotFoundError, *_DAMAGE_ERRORS):
             self.path.unlink(missing_ok=True)
             msg = (
                 f"expected a whole file of the sample '{self.sample_id}' in {self.folder}, got a damaged one, "
@@ -115,8 +115,8 @@ def read_entry(path: Path) -> Entry | None:
                 return Entry(path.parent, path.name, head["id"], (), head["reason"])
             entry, layout = Entry(path.parent, path.name, head["id"], tuple(head["configs"])), _parse_layout(head)
             each_once = len(set(entry.labels)) == len(entry.labels) == layout["kept_count"][1][0]
-            return entry if each_once and layout.keys() >= _NEEDED else None
-    except (OSError, *_DAMAGE):
+            return entry if each_once and layout.keys() >= _REQUIRED else None
+    except (OSError, *_DAMAGE_ERRORS):
         return None
 
 

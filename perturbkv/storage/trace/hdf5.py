@@ -27,15 +27,15 @@ from perturbkv.schema import ROWS
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, STORED
 
-_FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
+_HDF5_ERRORS = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions that h5py raises on a defective file."""
 _OPEN_MESSAGE = "already open for write"
 """Part of HDF5's message for a file that was not closed after writing, which need not be damaged."""
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 _LOCAL_LAYOUTS = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
-_UNSTORED = 16 * 2**20
+_MAX_FILL_BYTES = 16 * 2**20
 """Bytes of a variable, or of a chunk of it, that may exceed what the file stores (fill values)."""
-_DEFLATED = 1032
+_MAX_COMPRESSION = 1032
 """Largest ratio of deflate compression (zlib: 258 bytes in two bits)."""
 
 
@@ -44,7 +44,7 @@ def open_file(path: Path) -> Iterator[StoredFile]:
     """Open an HDF5 file for reading. Raises TraceError where HDF5 cannot open it."""
     try:
         file = h5py.File(path, "r")
-    except _FAILURES as error:
+    except _HDF5_ERRORS as error:
         if isinstance(error, OSError) and (error.errno is not None or _OPEN_MESSAGE in str(error)):
             raise TraceUnavailableError(path, error) from error
         msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
@@ -166,7 +166,7 @@ class StoredFile:
         """Turn any exception inside the block, which may call only HDF5, into a TraceError about `what` is read."""
         try:
             yield
-        except _FAILURES:
+        except _HDF5_ERRORS:
             self.refuse(what, "what HDF5 cannot read")
 
     def _dataset(self, name: str) -> Any:
@@ -194,10 +194,10 @@ class StoredFile:
     def _check_size(self, name: str, item: h5py.Dataset) -> None:
         """Raise TraceError for a shape whose numbers the file cannot hold, before memory is allocated for them."""
         stored, samples = item.id.get_storage_size(), item.shape[0] if item.shape else 1
-        if item.nbytes > max(_UNSTORED, stored * _DEFLATED * max(samples, 1)):
+        if item.nbytes > max(_MAX_FILL_BYTES, stored * _MAX_COMPRESSION * max(samples, 1)):
             self.refuse(f"the numbers of {name}", f"the shape {item.shape} and {stored} bytes of them")
         chunk = np.prod(item.chunks or (0,), dtype=float) * item.dtype.itemsize
-        if chunk > max(_UNSTORED, item.nbytes):
+        if chunk > max(_MAX_FILL_BYTES, item.nbytes):
             self.refuse(f"{name} in chunks no larger than itself", f"chunks of {item.chunks}")
 
 
@@ -235,7 +235,7 @@ def _plain_attribute(attrs: h5py.AttributeManager, key: str) -> str | int | floa
 
 
 _HEADER = b"GCOL\x01\0\0\0"
-_BLOCK = 2**26
+_BLOCK_BYTES = 2**26
 _OBJECT_HEADER = struct.Struct("<HH4xQ")
 """Index, references, size; objects begin at multiples of 8 after the header and their heap's size."""
 
@@ -265,7 +265,7 @@ def _check_heaps_once(path: Path, stamp: tuple[int, ...]) -> None:
 def _heap_offsets(stream: BinaryIO) -> Iterator[int]:
     """Yield the offsets of all global heaps."""
     begin, overlap = 0, b""
-    while block := stream.read(_BLOCK):
+    while block := stream.read(_BLOCK_BYTES):
         block = overlap + block
         index = block.find(_HEADER)
         while index >= 0:

@@ -123,18 +123,18 @@ def run_uninterrupted(work: Callable[[threading.Event], None]) -> None:
             stop.set()
 
 
-_CHUNK = 2**16
+_CHUNK_LENGTH = 2**16
 """Numbers in a chunk of a one-dimensional variable: few enough for HDF5's cache while samples come one by one."""
 _CHUNK_BYTES = 2**15
 """Bytes of small samples that share a chunk and a call, as a call of HDF5 takes as long for a single one."""
-_DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
+_COMPRESSION = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 """netCDF's mark of a dimension without a coordinate: one for kept_code would take eight times the code's size."""
-_VERSIONS = ("v110", "v110")
+_HDF5_VERSIONS = ("v110", "v110")
 """The file format of HDF5 1.10, whose headers, links and indices have checksums, and which netCDF reads."""
-_SCALARS = 512
+_SCALARS_PER_WRITE = 512
 """Number of samples whose scalars are written in one call."""
-_CACHED = 2**18
+_CACHE_BYTES = 2**18
 """Bytes of HDF5's chunk cache per variable, for those that are written in parts."""
 
 
@@ -158,7 +158,7 @@ def write_trace(
 
     def write(stop: Event) -> None:
         with Stream(path) as stream:
-            with h5py.File(stream, "w", libver=_VERSIONS, track_order=True, rdcc_nbytes=_CACHED) as file:
+            with h5py.File(stream, "w", libver=_HDF5_VERSIONS, track_order=True, rdcc_nbytes=_CACHE_BYTES) as file:
                 variables = _create_variables(file, texts, sizes, names, sample_ids, run.labels())
                 filled = dict.fromkeys(ROWS, 0)
                 for index, name in enumerate(sample_ids):
@@ -247,11 +247,11 @@ def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     if 0 in shape:
         return options
     if len(shape) == 1:
-        deflated = _DEFLATED if dtype == "uint8" else {}
-        return {**options, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
+        deflated = _COMPRESSION if dtype == "uint8" else {}
+        return {**options, "chunks": (min(shape[0], _CHUNK_LENGTH),), "fletcher32": True, **deflated}
     sample_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
     samples_per_chunk = max(1, min(shape[0], _CHUNK_BYTES // sample_bytes))
-    return {**options, "chunks": (samples_per_chunk, *shape[1:]), "fletcher32": True, **_DEFLATED}
+    return {**options, "chunks": (samples_per_chunk, *shape[1:]), "fletcher32": True, **_COMPRESSION}
 
 
 def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
@@ -272,11 +272,11 @@ class _ChecksummedVariable:
         self._shape = () if variable.in_rows else dataset.shape[1:]
         self._dtype = np.dtype(object) if variable.dtype == "str" else dataset.dtype
         self._begin, self._end, self._bytes = 0, 0, 0
-        self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS
+        self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS_PER_WRITE
         self._waiting: list[NDArray[Any]] = []
         empty = np.full(self._shape, fill_value(variable.dtype), dtype=self._dtype)
         initial = 0 if variable.in_rows else layout.checksum_of(empty)
-        self._sums = np.full(1 if variable.in_rows else dataset.shape[0], initial, dtype=np.uint32)
+        self._checksums = np.full(1 if variable.in_rows else dataset.shape[0], initial, dtype=np.uint32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -286,17 +286,17 @@ class _ChecksummedVariable:
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_storable_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
-            self._sums[0] = layout.checksum_of(block, int(self._sums[0]))
+            self._checksums[0] = layout.checksum_of(block, int(self._checksums[0]))
             self._buffer(where.start, block)
         else:
             whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
-            self._sums[where] = layout.checksum_of(whole)
+            self._checksums[where] = layout.checksum_of(whole)
             self._buffer(where, whole[np.newaxis])
 
     def finish(self) -> None:
         """Write buffered blocks and the checksums."""
         self._write()
-        self._dataset.attrs[layout.CHECKSUM] = self._sums
+        self._dataset.attrs[layout.CHECKSUM] = self._checksums
 
     def _buffer(self, begin: int, block: NDArray[Any]) -> None:
         """Buffer a block for the rows from `begin` on, and write the buffer once it fills a chunk."""

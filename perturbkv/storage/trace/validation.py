@@ -25,7 +25,6 @@ from perturbkv.storage.trace.hdf5 import StoredFile
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED
 
 Arrays = Mapping[str, NDArray[Any]]
-_FLAGS = ("evicted", "top1_agreement")
 _MOST_TOKENS = 2**31
 """Positions are 32-bit numbers."""
 _MEASURED = tuple(name for name, variable in VARIABLES.items() if not variable.optional and variable.dtype == "float64")
@@ -45,7 +44,7 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
     `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked.
     """
     ok = np.asarray(measured.any(axis=1))
-    for name in _FLAGS:
+    for name in ("evicted", "top1_agreement"):
         if name in arrays and (arrays[name] > 1).any():
             _refuse(path, f"{name} of 0 or 1", arrays[name].max())
     for name in _MEASURED:
@@ -226,7 +225,6 @@ def _check_checksums(file: StoredFile, names: list[str]) -> None:
             file.refuse(f"the sums of {name}", "none")
 
 
-Shape = tuple[int, ...]
 Counts = NDArray[np.int64]
 
 
@@ -260,7 +258,7 @@ def check_coordinate(path: Path, axis: str, stored: NDArray[np.generic], measure
         _refuse(path, f"the places {expected} along '{axis}'", f"{stored[:8].tolist()} …")
 
 
-def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
+def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
     for name, shape in shapes.items():
         axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
