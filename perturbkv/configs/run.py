@@ -124,18 +124,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         for field in ("samples", "seed", "steps", "max_tokens", "generate"):
             option.check_number(field, getattr(self, field) or 0)
-        if self.samples < 1:
-            msg = f"a run needs at least 1 sample, got {self.samples}"
-            raise ConfigError(msg)
-        if self.steps < 1:
-            msg = f"a run needs at least 1 decode step, got {self.steps}"
-            raise ConfigError(msg)
-        if self.max_tokens is not None and self.max_tokens < 2:
-            msg = f"max_tokens must be at least 2, got {self.max_tokens}"
-            raise ConfigError(msg)
-        if self.generate < 0:
-            msg = f"a run generates at least 0 tokens, got {self.generate}"
-            raise ConfigError(msg)
+        for value, least, expected in (
+            (self.samples, 1, "a run needs at least 1 sample"),
+            (self.steps, 1, "a run needs at least 1 decode step"),
+            (self.max_tokens, 2, "max_tokens must be at least 2"),
+            (self.generate, 0, "a run generates at least 0 tokens"),
+        ):
+            if value is not None and value < least:
+                msg = f"{expected}, got {value}"
+                raise ConfigError(msg)
         for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES)):
             if getattr(self, field) not in known:
                 raise UnknownNameError(getattr(self, field), field, known)
