@@ -99,7 +99,7 @@ def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: t
     try:
         signature.bind(*inputs, **options)
     except TypeError as error:
-        known = [str(parameter) for name, parameter in signature.parameters.items() if name not in inputs]
+        known = [str(parameter) for parameter in signature.parameters.values() if parameter.name not in inputs]
         msg = (
             f"{name} cannot be called like this ({error}); it takes {', '.join(inputs)}{'; ' if inputs else ''}"
             f"{', '.join(known) or 'nothing'}"
