@@ -61,7 +61,7 @@ class DatasetOptions:
         numbers.check_number("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
         numbers.check_number("seed (--seed)", self.seed)
         for length in self.lengths:
-            numbers.check_number("length (--length) of a prompt", length, numbers.LONGEST_NUMBER)
+            numbers.check_number("length (--length) of a prompt", length, numbers.LONGEST_PROMPT)
         if not self.lengths or min(self.lengths) < SHORTEST:
             msg = f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
             raise ConfigError(msg)

@@ -55,9 +55,9 @@ def test_colours_are_ours_alone() -> None:
 
 @pytest.mark.parametrize("text", ["a\x1b[2J", "a(b=\u202e)", "a(b='x\x07')", "a(b\u2066=1)"])
 def test_a_name_with_unseen_characters_is_no_choice(text: str) -> None:
-    with pytest.raises(ConfigError, match="of characters that are seen, got"):
+    with pytest.raises(ConfigError, match="of visible characters, got"):
         parse(text)
-    with pytest.raises(ConfigError, match="of characters that are seen, got"):
+    with pytest.raises(ConfigError, match="of visible characters, got"):
         Choice("a", {"b": "line\nbreak"})
 
 
