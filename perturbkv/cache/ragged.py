@@ -18,6 +18,8 @@ from perturbkv.cache.blocks import (
     PassingBlock,
     ReadBlock,
     Segment,
+    packed_block,
+    padded_block,
     query_indices,
 )
 from perturbkv.cache.entries import KeptEntries, Reader, pool_entries
@@ -45,11 +47,12 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool =
         return blocks
     kept = pool_entries([entries for entries in rows if entries.rectangle is None])
     most = working_bytes(kept.keys.device, CHUNK_BYTES) / kept.entry_bytes if passing else math.inf
-    passing_blocks = [
-        PassingBlock(kept, segments, kernel)
-        for segments in _buckets(ordered, slack if kernel is None else math.inf, most)
+    buckets = _buckets(ordered, slack if kernel is None else math.inf, most)
+    if passing:
+        return blocks + [PassingBlock(kept, segments, kernel) for segments in buckets]
+    return blocks + [
+        packed_block(kept, segments, kernel) if kernel else padded_block(kept, segments) for segments in buckets
     ]
-    return blocks + (passing_blocks if passing else [block.to_block() for block in passing_blocks])
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
