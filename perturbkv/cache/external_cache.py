@@ -158,12 +158,6 @@ class LayerKept:
         known = [position[position != NOWHERE] for position in self.positions]
         return [bool((position[1:] >= position[:-1]).all()) for position in known]
 
-    @property
-    def exact(self) -> bool:
-        """Whether every entry is bitwise equal to an entry of the full cache, each at a position of its own."""
-        differs = any(bool(distance.any()) for distance in (*self.key_distance, *self.value_distance))
-        return not differs and not any(self.duplicates) and not any(self.strangers)
-
     def mask(self, tokens: int) -> Bool[Tensor, "kv_head key"]:
         """Return the mask of the kept positions in a prompt of `tokens` tokens."""
         mask = torch.zeros(len(self.positions), tokens, dtype=torch.bool, device=self.positions[0].device)

@@ -165,15 +165,11 @@ def _cutoff(
 
 
 @dataclass(frozen=True, eq=False)
-class ExternalBudgets:
-    """Numbers of kept entries of configurations with external kept sets."""
+class EntryCounts:
+    """Numbers of kept entries, and of those before the window that stage 1 takes or that always stay."""
 
-    kept_entries: Int[Tensor, "config kv_head"]
-
-    @property
-    def stage1_entries(self) -> Int[Tensor, "config kv_head"]:
-        """The same numbers, as there are no stages."""
-        return self.kept_entries
+    kept_entries: Int[Tensor, "config kept_head"]
+    stage1_entries: Int[Tensor, "config kept_head"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,9 +190,10 @@ class ExternalGroup:
         return self.kept.shape[1]
 
     @property
-    def budgets(self) -> ExternalBudgets:
-        """Numbers of entries that stay, per configuration and kept set."""
-        return ExternalBudgets(self.kept.sum(dim=-1))
+    def budgets(self) -> EntryCounts:
+        """Numbers of entries that stay; the same for stage 1, as there are no stages."""
+        counts = self.kept.sum(dim=-1)
+        return EntryCounts(counts, counts)
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
         """Return the kept sets of some of the group's configurations, by default all."""

@@ -21,7 +21,7 @@ from perturbkv.configs.selections import PROMPT_QUERIES
 from perturbkv.devices import to_device
 from perturbkv.scoring.window_attention import reduce_group, seeded
 from perturbkv.selection.budgets import Rows
-from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.kept_sets import EntryCounts, KeptSets
 from perturbkv.selection.policies.vertical_slash import VerticalSlash
 from perturbkv.selection.ranking import rank
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -232,14 +232,6 @@ LastQueriesOfConfig = Callable[[ResolvedConfig], LastQueries]
 
 
 @dataclass(frozen=True, eq=False)
-class SparsePrefillBudgets:
-    """Numbers of entries that the prompt's last query attends to, per configuration and kept set."""
-
-    kept_entries: Int[Tensor, "config kept_head"]
-    stage1_entries: Int[Tensor, "config kept_head"]
-
-
-@dataclass(frozen=True, eq=False)
 class SparsePrefillGroup:
     """Configurations with a sparse prefill, equally many kept sets, and the same measured queries.
 
@@ -278,10 +270,10 @@ class SparsePrefillGroup:
         return slashes.new_ones(len(self.config_indices), heads, slashes.shape[1])
 
     @property
-    def budgets(self) -> SparsePrefillBudgets:
+    def budgets(self) -> EntryCounts:
         """Numbers of entries in the kept sets, and in their stage 1 without the window."""
         sets = self.kept_sets()
-        return SparsePrefillBudgets(sets.kept.sum(dim=-1), sets.stage1.sum(dim=-1) - self.window)
+        return EntryCounts(sets.kept.sum(dim=-1), sets.stage1.sum(dim=-1) - self.window)
 
 
 def sparse_prefill_groups(

@@ -201,8 +201,8 @@ def _ask_missing(
             answer_object = _parse_answer(answer)
             name = answer_object.get("id")
             if not isinstance(name, str) or name not in left:
-                answered = isinstance(name, str) and name in missing
-                reason = f"given already, of {missing[name].description}" if answered else "unknown"
+                question = missing.get(name) if isinstance(name, str) else None
+                reason = f"given already, of {question.description}" if question else "unknown"
                 got = escape_line(repr(name))[:60]
                 msg = f"expected from the judge an `id` it was given, each once, got {got} ({reason})"
                 raise PluginError(msg)
