@@ -46,8 +46,8 @@ def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
     """
     document = _read_document(path)
     scores = {name: _score(value, f"{path}: '{name}'") for name, value in document.items()}
-    wanted = [[f"{layer}-{head}" for head in range(heads)] for layer in layers]
-    names = {name for row in wanted for name in row}
+    expected = [[f"{layer}-{head}" for head in range(heads)] for layer in layers]
+    names = {name for row in expected for name in row}
     if set(scores) != names:
         strange = sorted(set(scores) ^ names)[0]
         what = f"'{strange}', which the model lacks" if strange in scores else f"none for '{strange}'"
@@ -59,7 +59,7 @@ def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
     if not any(scores.values()):
         msg = f"expected a score above 0 in {path}, got none"
         raise ConfigError(msg)
-    return tuple(tuple(scores[name] for name in row) for row in wanted)
+    return tuple(tuple(scores[name] for name in row) for row in expected)
 
 
 def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> HeadScores:

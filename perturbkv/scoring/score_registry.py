@@ -48,10 +48,10 @@ def complete(choice: Choice) -> Choice:
     """
     if choice.defaults is not None:
         return choice
-    whole = complete_choice(choice, f"score '{choice.name}'", SCORES.load(choice.name).options())
-    if whole.options.get("pool") != "none":
-        return whole
-    if "kernel" in whole.shown_options:
+    completed = complete_choice(choice, f"score '{choice.name}'", SCORES.load(choice.name).options())
+    if completed.options.get("pool") != "none":
+        return completed
+    if "kernel" in completed.shown_options:
         msg = f"kernel of score '{choice.name}' has no effect here: it needs a pool other than none; leave it out"
         raise ConfigError(msg)
-    return whole.without(["kernel"])
+    return completed.without(["kernel"])

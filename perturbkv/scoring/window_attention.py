@@ -54,16 +54,16 @@ def pool_signed(
 
 
 def reduce_group(
-    score: Float[Tensor, "rows prefix"], kept_heads: int, how: str = "mean"
+    score: Float[Tensor, "rows prefix"], kept_heads: int, reduction: str = "mean"
 ) -> Float[Tensor, "kept_head prefix"]:
-    """Return scores per kept set: reduced by `how` (`mean` or `max`) over the rows that share a set, or repeated.
+    """Return scores per kept set: reduced by `reduction` (`mean` or `max`) over the rows that share a set, or repeated.
 
     Rows are repeated where there are fewer of them than kept sets.
     """
     if kept_heads >= score.shape[0]:
         return score.repeat_interleave(kept_heads // score.shape[0], dim=0) if kept_heads > score.shape[0] else score
     grouped = score.view(kept_heads, score.shape[0] // kept_heads, score.shape[-1])
-    return grouped.mean(dim=1) if how == "mean" else grouped.amax(dim=1)
+    return grouped.mean(dim=1) if reduction == "mean" else grouped.amax(dim=1)
 
 
 def seeded(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:

@@ -99,8 +99,8 @@ def _build_configuration(
         owner: {**_applicable_options(choice, owner, preset), **_applicable_options(choice, owner, separate)}
         for owner, choice in choices.items()
     }
-    whole = _eviction_config(choices, added, fields)
-    without_effect = effects.options_without_effect(whole, registry.build(whole.policy))
+    config = _eviction_config(choices, added, fields)
+    without_effect = effects.options_without_effect(config, registry.build(config.policy))
     for owner, option in without_effect:
         added[owner].pop(option, None)
     needs = {
@@ -108,7 +108,7 @@ def _build_configuration(
         for owner, choice in choices.items()
         for option in choice.options
         if option in _options(choice.name, owner)
-        and getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
+        and getattr(config, owner).options[option] != _options(choice.name, owner)[option].default
     }
     effective = {
         owner: choice.without(option for other, option in without_effect if other == owner)
@@ -323,6 +323,7 @@ def _sort_key(name: str) -> tuple[int, str]:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a series as a tuple, and a single value or a text as a tuple of one."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 

@@ -42,7 +42,7 @@ class KeptSets:
 
 @dataclass(frozen=True, eq=False)
 class RankingGroup:
-    """Configurations that rank one layer's entries alike.
+    """Configurations with the same rankings of one layer's entries.
 
     Attributes:
         config_indices: indices of the configurations in the run.
@@ -214,13 +214,15 @@ def kept_groups(
 
     Groups come in the same order in all layers; configurations that evict nothing are left out.
     """
-    ours = [index for index, config in enumerate(configs) if config not in external and config.evicts]
-    ranked = ranking_groups([configs[index] for index in ours], scores, prompt_tokens)
+    ranked_indices = [index for index, config in enumerate(configs) if config not in external and config.evicts]
+    ranked = ranking_groups([configs[index] for index in ranked_indices], scores, prompt_tokens)
     groups: list[Group] = [
-        dataclasses.replace(group, config_indices=tuple(ours[index] for index in group.config_indices))
+        dataclasses.replace(group, config_indices=tuple(ranked_indices[index] for index in group.config_indices))
         for group in ranked
     ]
-    theirs = tuple(index for index, config in enumerate(configs) if config in external)
-    if theirs:
-        groups.append(ExternalGroup(theirs, torch.stack([external[configs[index]] for index in theirs])))
+    external_indices = tuple(index for index, config in enumerate(configs) if config in external)
+    if external_indices:
+        groups.append(
+            ExternalGroup(external_indices, torch.stack([external[configs[index]] for index in external_indices]))
+        )
     return groups

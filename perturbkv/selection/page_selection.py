@@ -79,12 +79,14 @@ class PageScores(Scores):
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
         """Return the softmax of the logit bounds over the pages, reduced over the group of query heads."""
-        how = config.granularity.options.get("reduce", "mean")
-        return self._compute_once("bound", config, how, lambda: self.reduce(config, self._page_weights(), how))
+        reduction = config.granularity.options.get("reduce", "mean")
+        return self._compute_once(
+            "bound", config, reduction, lambda: self.reduce(config, self._page_weights(), reduction)
+        )
 
     def second_stage(self, config: ResolvedConfig, uniform: bool = False) -> Score:
         """Return the score of stage 2: that of `attention` times the page's largest value norm ν."""
-        how, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
+        reduction, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
 
         def make() -> Score:
             norms = self._largest_norms(config)
@@ -92,7 +94,7 @@ class PageScores(Scores):
                 return self.reduce(config, self._page_weights() * norms)
             return self.attention(config) * self.reduce(config, norms)
 
-        return self._compute_once("refined", config, (how, product, config.euclidean), make)
+        return self._compute_once("refined", config, (reduction, product, config.euclidean), make)
 
     def value(self, config: ResolvedConfig) -> Score:
         """Return the largest value norm ν of each page."""

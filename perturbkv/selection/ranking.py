@@ -28,18 +28,20 @@ def block_scoring(config: ResolvedConfig) -> tuple[int, str]:
 
     The selection `position` always takes the maximum, so that the block with a sink comes first.
     """
-    how = "max" if config.selection.name == "position" else config.granularity.options.get("block_score", "sum")
-    return config.block, "sum" if config.block == 1 else how
+    reduction = "max" if config.selection.name == "position" else config.granularity.options.get("block_score", "sum")
+    return config.block, "sum" if config.block == 1 else reduction
 
 
-def block_scores(score: Float[Tensor, "kept_head prefix"], size: int, how: str) -> Float[Tensor, "kept_head block"]:
+def block_scores(
+    score: Float[Tensor, "kept_head prefix"], size: int, reduction: str
+) -> Float[Tensor, "kept_head block"]:
     """Return the sum or maximum of the scores in each full block of `size` entries; the remainder is left out."""
     if size == 1:
         return score
     heads, prefix = score.shape
     count = prefix // size
     blocks = score[:, : count * size].reshape(heads, count, size)
-    return blocks.sum(dim=-1) if how == "sum" else blocks.amax(dim=-1)
+    return blocks.sum(dim=-1) if reduction == "sum" else blocks.amax(dim=-1)
 
 
 def block_entries(kept: Bool[Tensor, "config kept_head block"], blocks: Blocks) -> Bool[Tensor, "config kept_head key"]:
@@ -87,9 +89,9 @@ class Scores:
         """Return the number of kept sets in a cache; with granularity `layer` every key/value head has the same one."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
 
-    def reduce(self, config: ResolvedConfig, score: Tensor, how: str = "mean") -> Score:
+    def reduce(self, config: ResolvedConfig, score: Tensor, reduction: str = "mean") -> Score:
         """Return scores per kept set from scores per query head, reduced over the heads that share a set."""
-        return reduce_group(score, self._distinct_sets(config), how).expand(self.kept_heads(config), -1)
+        return reduce_group(score, self._distinct_sets(config), reduction).expand(self.kept_heads(config), -1)
 
     def _distinct_sets(self, config: ResolvedConfig) -> int:
         """Return the number of kept sets that can differ from each other."""
@@ -108,9 +110,10 @@ class Scores:
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
         """Return the ranking of entries or blocks by a score; indices without an entry come last."""
-        size, how = block_scoring(config)
+        size, reduction = block_scoring(config)
         return self.once(
-            ("ranking", id(score), size, how), lambda: rank(block_scores(self._mask_missing(score), size, how))
+            ("ranking", id(score), size, reduction),
+            lambda: rank(block_scores(self._mask_missing(score), size, reduction)),
         )
 
     def heads_by_score(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " entry"]:
@@ -128,9 +131,9 @@ class Scores:
 
         Entries of a policy's own stage 1 get the layer's largest score.
         """
-        pooled, (size, how) = self.attention(config), block_scoring(config)
+        pooled, (size, reduction) = self.attention(config), block_scoring(config)
         score = self.once(
-            ("blocks", id(pooled), size, how), lambda: block_scores(self._mask_missing(pooled), size, how)
+            ("blocks", id(pooled), size, reduction), lambda: block_scores(self._mask_missing(pooled), size, reduction)
         )
         if config.system.first_stage is None or not score.numel():
             return score
@@ -165,12 +168,12 @@ class Scores:
         """
         sets, accumulated = self._distinct_sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
-        if own := config.system.score.reduces:
-            key = ("pooled", sets, own, kind, kernel)
-            return self.once(key, lambda: self.reduce(config, self._pool(config, accumulated, pooled), own))
-        how = config.granularity.options.get("reduce", "mean")
-        reduced = self.once(("attention", sets, how), lambda: self.reduce(config, accumulated, how))
-        return self.once(("pooled", sets, how, kind, kernel), lambda: self._pool(config, reduced, pooled))
+        if own_reduction := config.system.score.reduces:
+            key = ("pooled", sets, own_reduction, kind, kernel)
+            return self.once(key, lambda: self.reduce(config, self._pool(config, accumulated, pooled), own_reduction))
+        reduction = config.granularity.options.get("reduce", "mean")
+        reduced = self.once(("attention", sets, reduction), lambda: self.reduce(config, accumulated, reduction))
+        return self.once(("pooled", sets, reduction, kind, kernel), lambda: self._pool(config, reduced, pooled))
 
     def _pool(self, config: ResolvedConfig, score: Tensor, pooled: bool) -> Score:
         """Return a score pooled over positions as the policy does."""

@@ -153,10 +153,10 @@ def _kept_heads(config: ResolvedConfig, queries: LastQueries) -> int:
 
 
 def _reduce_queries(
-    weights: Float[Tensor, "head query key"], kept_heads: int, how: str
+    weights: Float[Tensor, "head query key"], kept_heads: int, reduction: str
 ) -> Float[Tensor, "kept query key"]:
-    """Return weights per kept set, reduced by `how` over the query heads that share one."""
-    return reduce_group(weights.flatten(1), kept_heads, how).view(kept_heads, *weights.shape[1:])
+    """Return weights per kept set, reduced by `reduction` over the query heads that share one."""
+    return reduce_group(weights.flatten(1), kept_heads, reduction).view(kept_heads, *weights.shape[1:])
 
 
 def _random_scores(config: ResolvedConfig, queries: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:

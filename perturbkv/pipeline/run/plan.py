@@ -195,7 +195,7 @@ def _answer_length(prompts: Prompts) -> int:
 
 
 def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """Return the run's option with the names of the metrics of the prompts. Raises DatasetError where one cannot grade.
+    """Return {METRICS: names of the metrics that grade the prompts}. Raises DatasetError where one cannot grade.
 
     Where answers are `scored`, every prompt needs accepted answers.
     """
@@ -255,12 +255,12 @@ def _bound_memory(
     if resources.max_bytes is not None or placement.device_map != "none" or not device_exists(placement.device):
         return resources
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
-    whole = shape.weights_bytes + shape.full_cache_bytes(tokens)
-    occupied = shape.full_cache_bytes(tokens) if loaded else whole
-    bound = min(2 * whole, (memory.free_bytes(placement.device) - occupied) // 2)
+    resident = shape.weights_bytes + shape.full_cache_bytes(tokens)
+    occupied = shape.full_cache_bytes(tokens) if loaded else resident
+    bound = min(2 * resident, (memory.free_bytes(placement.device) - occupied) // 2)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
-    return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
+    return replace(resources, max_bytes=bound) if bound > max(resident // 2, largest) else resources
 
 
 def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:

@@ -304,10 +304,10 @@ def _log_peculiarities(planned: Plan) -> None:
         _log.info("%d of %d prompts were cut in the middle%s", prompts.cut, len(prompts), most)
     lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
     for config in run.configs:
-        whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
-        if whole:
+        unevicted = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
+        if unevicted:
             only = f", and stores it in {config.bits} bits" if config.quantised else ""
-            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), whole, len(prompts), only)
+            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), unevicted, len(prompts), only)
     if measured := layer_types.format_measured(planned.files.config):
         _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:

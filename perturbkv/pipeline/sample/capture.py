@@ -74,10 +74,10 @@ def intercept_attention(
     if stock is None:
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
-    ours = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
+    replaced = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
     ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
         replacement(stock, module, args, kwargs)
-        if id(module) in ours
+        if id(module) in replaced
         else (registered or _eager_attention(module, name) or stock)(module, *args, **kwargs)
     )
     try:
@@ -90,8 +90,8 @@ def intercept_attention(
 
 def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | None:
     """Return the model family's eager attention, which transformers does not register; None unless `name` is eager."""
-    own = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
-    return own.get("eager_attention_forward")
+    functions = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
+    return functions.get("eager_attention_forward")
 
 
 @contextmanager

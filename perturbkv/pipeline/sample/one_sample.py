@@ -64,18 +64,18 @@ def trace(
     run: ResolvedRun,
     resources: Resources = _DEFAULT,
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
-    wanted: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
+    lacking: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
 ) -> list[FailedSample]:
     """Measure prompts one after the other, and return the samples that failed.
 
-    `finished` is called with each sample as it is ready. `wanted` maps a sample's id to the configurations that it
+    `finished` is called with each sample as it is ready. `lacking` maps a sample's id to the configurations that it
     still lacks; other samples are measured for all of the run's. A sample whose activations are not finite is marked
     failed and the run goes on. Raises NoMemoryError.
     """
     failed = []
     for prompt in prompts:
         try:
-            configs = wanted.get(prompt.sample_id, run.configs)
+            configs = lacking.get(prompt.sample_id, run.configs)
             finished(trace_sample(adapter, prompt, run.select_configs(configs), resources))
         except ActivationError as error:
             failed.append(FailedSample(prompt.sample_id, str(error)))
@@ -85,11 +85,15 @@ def trace(
 
 @torch.inference_mode()
 def trace_sample(
-    adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources = _DEFAULT, given: KeptMasks = _NOTHING
+    adapter: Adapter,
+    prompt: Prompt,
+    run: ResolvedRun,
+    resources: Resources = _DEFAULT,
+    kept_masks: KeptMasks = _NOTHING,
 ) -> SampleTrace:
     """Return the measurements of every configuration of `run` on one prompt (METHOD: the protocol).
 
-    `given` are the kept sets of configurations of policy `given:NAME`.
+    `kept_masks` are the kept sets of configurations of policy `given:NAME`.
 
     The prompt is read once; all configurations share its scores, norms and reference. Waits for the device three
     times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end;
@@ -101,7 +105,7 @@ def trace_sample(
     """
     positions.check_positions(run.configs, adapter.config, adapter.name)
     planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
-    sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, given)
+    sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
     layers, kept = _measure_layers(sample)
     sample.prefill.finite.raise_if_not(prompt.sample_id)
     decode = _BatchDecoder(sample, layers, kept)

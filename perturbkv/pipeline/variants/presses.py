@@ -133,8 +133,8 @@ def restore_model(adapter: Adapter) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = attention
-        for module, own, modules, hooks in before:
-            _restore_items(vars(module), own, ("forward", _MASKED))
+        for module, attributes, modules, hooks in before:
+            _restore_items(vars(module), attributes, ("forward", _MASKED))
             _restore_items(module._modules, modules, set(module._modules) - set(modules))
             _restore_items(module._forward_hooks, hooks, set(module._forward_hooks) - set(hooks))
 
@@ -217,12 +217,12 @@ def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: K
     if config not in masks:
         msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         raise ConfigError(msg)
-    layer_masks, wanted = masks[config], (adapter.kv_heads, tokens)
+    layer_masks, expected = masks[config], (adapter.kv_heads, tokens)
     shapes = [tuple(mask.shape) for mask in layer_masks]
-    if len(layer_masks) != len(adapter.layers) or set(shapes) != {wanted}:
-        wrong = next((shape for shape in shapes if shape != wanted), wanted)
+    if len(layer_masks) != len(adapter.layers) or set(shapes) != {expected}:
+        wrong = next((shape for shape in shapes if shape != expected), expected)
         msg = (
-            f"expected kept sets (kv_head, key) {wanted} of {len(adapter.layers)} layers for '{config.policy}', got "
+            f"expected kept sets (kv_head, key) {expected} of {len(adapter.layers)} layers for '{config.policy}', got "
             f"{wrong} of {len(layer_masks)}"
         )
         raise ConfigError(msg)

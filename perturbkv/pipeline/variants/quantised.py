@@ -41,13 +41,13 @@ def isolated_perturbations(
 
 def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (name, head) at one step."""
-    query, own, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
+    query, scale_and_sinks, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
     keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
-    mixed = theory.attention_output(query, keys, values, *own)
+    mixed = theory.attention_output(query, keys, values, *scale_and_sinks)
     output, result = theory.project_outputs(mixed, slices), {}
     for index, entries in rows.items():
         cached = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
-        changed = theory.attention_output(query, *cached[:2], *own, present=cached[2])
+        changed = theory.attention_output(query, *cached[:2], *scale_and_sinks, present=cached[2])
         moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
         result[index] = torch.stack([moved.l1, moved.l2, moved.cosine])
     return result

@@ -40,8 +40,8 @@ class Scissorhands(Score):
         last = layer.queries[:, -rows:].view(layer.kv_heads, layer.group, rows, -1)
         shares = []
         for kv_head, group in enumerate(last):
-            own, sinks = layer.keys[kv_head].to(WORK), layer.group_sinks(kv_head)
-            weights = causal_rows(group.to(WORK), own, layer.scale, keys - rows, sinks)
+            head_keys, sinks = layer.keys[kv_head].to(WORK), layer.group_sinks(kv_head)
+            weights = causal_rows(group.to(WORK), head_keys, layer.scale, keys - rows, sinks)
             important = weights[..., : layer.prefix] > average.unsqueeze(-1)
             shares.append(important.to(WORK).mean(dim=-2))
         return torch.cat(shares)

@@ -34,11 +34,11 @@ class ExternalPolicy(Policy):
                  "window": (config.window, 0), "protect_first": (config.protect_first, 0),
                  "protect_recent": (config.protect_recent, 0), "precision": (str(config.precision), FULL),
                  "correction": (str(config.correction), NONE)}  # fmt: skip
-        for what, (got, wanted) in fields.items():
-            if got != wanted:
+        for what, (got, required) in fields.items():
+            if got != required:
                 msg = (
                     f"policy '{config.policy}' keeps what it keeps, per key/value head: expected {what} "
-                    f"{wanted}, got {got}; leave it out, pk.grid and --policy then choose it"
+                    f"{required}, got {got}; leave it out, pk.grid and --policy then choose it"
                 )
                 raise ConfigError(msg)
 

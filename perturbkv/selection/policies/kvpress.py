@@ -59,9 +59,9 @@ class Press(ExternalPolicy):
         parameter that it lacks, or a value that it refuses; UnknownNameError for a press that does not exist.
         """
         library()
-        whole = _complete(choice, choice.name.partition(":")[2])
-        build(whole)
-        return whole
+        complete = _complete(choice, choice.name.partition(":")[2])
+        build(complete)
+        return complete
 
 
 @functools.cache
@@ -78,13 +78,13 @@ def is_press(choice: Choice) -> bool:
 @functools.cache
 def library() -> Any:
     """Return the imported kvpress package. Raises ConfigError without it or with an unsuitable transformers."""
-    here = importlib.metadata.version("transformers")
+    installed = importlib.metadata.version("transformers")
     needs = "kvpress 0.5.5, which runs with transformers below 5.3 (pip install 'perturbkv[kvpress]', best apart)"
     if not version():
-        msg = f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {here}"
+        msg = f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {installed}"
         raise ConfigError(msg)
-    if tuple(int(number) for number in re.findall(r"\d+", here)[:2]) >= _BELOW:
-        msg = f"policy 'kvpress:…' needs {needs}; here are kvpress {version()} and transformers {here}"
+    if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) >= _BELOW:
+        msg = f"policy 'kvpress:…' needs {needs}; here are kvpress {version()} and transformers {installed}"
         raise ConfigError(msg)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,13 +131,15 @@ def _complete(choice: Choice, name: str) -> Choice:
         msg = f"press '{name}' gets one parameter twice: {choice}"
         raise ConfigError(msg)
     plain = {key: default for key, default in known.items() if isinstance(default, _SIMPLE)}
-    whole = {key: {**plain, **written}[key] for key in known if key in written or key in plain}
+    complete = {key: {**plain, **written}[key] for key in known if key in written or key in plain}
     if missing := [key for key, default in known.items() if default is inspect.Parameter.empty and key not in written]:
-        wanted = ", ".join(f"{key}=…" for key in missing)
-        msg = f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({wanted})"
+        missing_options = ", ".join(f"{key}=…" for key in missing)
+        msg = f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({missing_options})"
         raise ConfigError(msg)
-    usual = {key for key, default in plain.items() if whole[key] == default and not isinstance(whole[key], Choice)}
-    return Choice(choice.name, whole, frozenset(usual))
+    usual = {
+        key for key, default in plain.items() if complete[key] == default and not isinstance(complete[key], Choice)
+    }
+    return Choice(choice.name, complete, frozenset(usual))
 
 
 def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:

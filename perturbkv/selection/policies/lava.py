@@ -71,8 +71,8 @@ class LAVa(Pooled):
         layers = available.compute_model_wide(("lava", mean), lambda rows: layer_budgets(rows, mean, available.prefix))
         floors = torch.full_like(layers, mean) if self.floor_of == "model" else layers
         totals = apportion(heads * ((1 - self.floor) * layers + self.floor * floors), heads * int(layers.sum()))
-        own, least, total = (int(budgets[available.layer]) for budgets in (layers, floors, totals))
-        counts = count_rows(available.heads_by_score()[: heads * own], heads)
+        layer_mean, least, total = (int(budgets[available.layer]) for budgets in (layers, floors, totals))
+        counts = count_rows(available.heads_by_score()[: heads * layer_mean], heads)
         return apportion((1 - self.floor) * counts + self.floor * least, total)
 
 
@@ -82,8 +82,8 @@ def layer_budgets(scores: Iterable[Float[Tensor, "kept_head position"]], mean: i
     `scores` are those of each layer, in order.
     """
     entropies = torch.stack([entropy(layer) for layer in scores]).cpu()
-    whole = float(entropies.sum())
-    shares = entropies / whole if whole > 0 else torch.full_like(entropies, 1 / len(entropies))
+    total = float(entropies.sum())
+    shares = entropies / total if total > 0 else torch.full_like(entropies, 1 / len(entropies))
     return apportion(len(entropies) * mean * shares, len(entropies) * mean, most)
 
 

@@ -128,8 +128,8 @@ def build(choice: Choice) -> Policy:
     """Return a policy object from its choice, with defaults for missing options. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
-    whole = choice if choice.defaults is not None else _complete(choice)
-    return info(choice.name)(**whole.options)
+    complete = choice if choice.defaults is not None else _complete(choice)
+    return info(choice.name)(**complete.options)
 
 
 def name_first_argument(choice: Choice) -> Choice:
@@ -143,12 +143,12 @@ def _complete(choice: Choice) -> Choice:
     """Return the choice of a policy with all of its options. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name).complete(choice)
-    whole = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
-    by = whole.options.get("by")
+    complete = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
+    by = complete.options.get("by")
     if not isinstance(by, Choice):
-        return whole.without(["by"])
+        return complete.without(["by"])
     own = info(choice.name)().score.name
-    return dataclasses.replace(whole, options={**whole.options, "by": _resolve_other_score(by, own)})
+    return dataclasses.replace(complete, options={**complete.options, "by": _resolve_other_score(by, own)})
 
 
 def _resolve_other_score(by: Choice, own: str) -> Choice:
@@ -165,15 +165,15 @@ def normalise(config: EvictionConfig) -> EvictionConfig:
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
     info(config.policy.name).check(config)
-    whole = dataclasses.replace(config, policy=_complete(config.policy))
-    without_effect = effects.options_without_effect(whole, build(whole.policy))
+    complete = dataclasses.replace(config, policy=_complete(config.policy))
+    without_effect = effects.options_without_effect(complete, build(complete.policy))
     for (owner, name), needs in without_effect.items():
-        choice: Choice = getattr(whole, owner)
+        choice: Choice = getattr(complete, owner)
         if name in choice.shown_options:
             msg = f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out"
             raise ConfigError(msg)
     effective = {
-        owner: getattr(whole, owner).without(name for other, name in without_effect if other == owner)
+        owner: getattr(complete, owner).without(name for other, name in without_effect if other == owner)
         for owner in CHOICES
     }
-    return dataclasses.replace(whole, **effective)
+    return dataclasses.replace(complete, **effective)
