@@ -1,4 +1,4 @@
-"""A command's help: one line an option, in groups; the defaults in brackets, what may be repeated with an ellipsis."""
+"""The help of a command: one line per option, in groups, with defaults in brackets and … where it may be repeated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from perturbkv.cli import console
+from perturbkv.cli.commands import PANELS
 
 Sections = dict[str, list[tuple[str, str]]]
-_WIDEST = 100
+_MOST_COLUMNS = 100
 _OWN, _COMMANDS, _HELP = "Options", "Commands", "help"
 _NO_DEFAULT = ("", "None", "False")
 _MORE = "More options of measuring, rarely needed: perturbkv trace -h"
@@ -20,10 +21,10 @@ _LEGEND = "  [default]  … repeatable"
 
 
 class CompactHelp:
-    """A mix-in of commands whose help has one line an option."""
+    """A mix-in for commands whose help has one line per option."""
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
-        """Write usage, description, options and subcommands."""
+        """Write usage, description, options and subcommands to the formatter."""
         with console.out.capture() as written:
             _print_text(f"Usage: {_usage(self, ctx)}")
             for text in (self.help or "").split("\n\n"):
@@ -40,33 +41,33 @@ class CompactHelp:
 
 def _hides_options(command: Any, ctx: Any) -> bool:
     """Return whether a command that measures has options that its help leaves out."""
-    return command.name != "trace" and any(one.hidden for one in command.get_params(ctx) if one.name == "chunk_mib")
+    measuring = (option for option in command.get_params(ctx) if option.name == "chunk_mib")
+    return command.name != "trace" and any(option.hidden for option in measuring)
 
 
 def _usage(command: Any, ctx: Any) -> str:
+    """Return the line on how a command is typed: `perturbkv heads [OPTIONS] [TRACE]`."""
     arguments = [
-        _name(one) if one.required else f"[{_name(one)}]"
-        for one in command.get_params(ctx)
-        if one.param_type_name == "argument"
+        _parameter_name(parameter) if parameter.required else f"[{_parameter_name(parameter)}]"
+        for parameter in command.get_params(ctx)
+        if parameter.param_type_name == "argument"
     ]
     subcommands = [command.subcommand_metavar] if _has_commands(command) else []
     return " ".join([ctx.command_path, "[OPTIONS]", *arguments, *subcommands])
 
 
 def _option_sections(command: Any, ctx: Any) -> Sections:
-    """Return group -> names and descriptions of its options; arguments come first."""
+    """Return group of options -> name and description of each visible option; arguments come first."""
     sections: Sections = {}
-    for one in sorted(command.get_params(ctx), key=lambda one: one.param_type_name != "argument"):
-        if not one.hidden and one.name != _HELP:
-            panel = getattr(one, "rich_help_panel", None) or _OWN
-            sections.setdefault(panel, []).append((_name(one), _description(one, ctx)))
+    for parameter in sorted(command.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument"):
+        if not parameter.hidden and parameter.name != _HELP:
+            panel = getattr(parameter, "rich_help_panel", None) or _OWN
+            sections.setdefault(panel, []).append((_parameter_name(parameter), _description(parameter, ctx)))
     return sections
 
 
 def _command_sections(command: Any) -> Sections:
-    """Return group -> names and summaries of its subcommands, from the table: none is imported."""
-    from perturbkv.cli.commands import PANELS
-
+    """Return group of commands -> name and summary of each subcommand, without importing it."""
     sections: Sections = {}
     for row in command.rows.values() if _has_commands(command) else ():
         title = PANELS.get(row.name, _COMMANDS) if command.name in (None, "", "perturbkv") else _COMMANDS
@@ -75,11 +76,12 @@ def _command_sections(command: Any) -> Sections:
 
 
 def _has_commands(command: Any) -> bool:
+    """Return whether a command is a group of the table."""
     return isinstance(getattr(command, "rows", None), Mapping)
 
 
-def _name(parameter: Any) -> str:
-    """Return `--model, -m NAME`; an argument's name in capitals."""
+def _parameter_name(parameter: Any) -> str:
+    """Return an option as the help writes it, `--model, -m NAME`, or an argument's name in capitals."""
     if parameter.param_type_name == "argument":
         return (parameter.metavar or str(parameter.name)).upper().strip("[].")
     if parameter.secondary_opts:  # --chat-template/--no-chat-template
@@ -90,16 +92,18 @@ def _name(parameter: Any) -> str:
 
 
 def _description(parameter: Any, ctx: Any) -> str:
-    """Return the help of a parameter, and its default as its declaration words it."""
+    """Return the help of a parameter, with its default in brackets."""
     default = str(parameter.get_default(ctx, call=False) if parameter.show_default is True else parameter.show_default)
     return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
 
 
 def _print_text(text: str) -> None:
+    """Print a paragraph of help."""
     console.out.print(text, markup=False, highlight=False, emoji=False, width=_width())
 
 
 def _print_section(title: str, rows: list[tuple[str, str]], column: int) -> None:
+    """Print a group of names and descriptions; the names' column is at least `column` characters wide."""
     legend = any(name.endswith("…") for name, _ in rows) or any(help.endswith("]") for _, help in rows)
     console.out.print(Text.assemble((title, "bold"), (_LEGEND if title == _OWN and legend else "", "dim")))
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
@@ -111,4 +115,5 @@ def _print_section(title: str, rows: list[tuple[str, str]], column: int) -> None
 
 
 def _width() -> int:
-    return min(console.out.width, _WIDEST)
+    """Return the width of the help, in characters."""
+    return min(console.out.width, _MOST_COLUMNS)

@@ -176,17 +176,7 @@ def _default_granularities(run: RunOptions) -> list[str]:
     return [*names, *blocks, "query"]
 
 
-def _ablation() -> None:
-    """Measure what each ingredient or restriction brings.
-
-    Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
-    query head and per kv head. --methods ranks policies against snapkv and against random entries of the same
-    protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
-    """
-
-
-_ablation.__name__ = "ablation"
-ablation = analysis_views(
+@analysis_views(
     _ingredients,
     methods=_method_ranking,
     restrictions=_restrictions,
@@ -195,5 +185,11 @@ ablation = analysis_views(
             bool, Option("--restrictions", help="Compare what engines restrict: sets per layer, blocks")
         ]
     },
-    help=_ablation,
 )
+def ablation() -> None:
+    """Measure what each ingredient or restriction brings.
+
+    Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
+    query head and per kv head. --methods ranks policies against snapkv and against random entries of the same
+    protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
+    """

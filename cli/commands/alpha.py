@@ -178,5 +178,5 @@ def _measure_folds(run: RunOptions, planned: Plan, parts: Sequence[Fold], sessio
     replacing = dataclasses.replace(run, overwrite=True)  # the claim allowed it
     with engine_choice.open_engine(run.engine_config, plans) as engine:
         for one, path in zip(plans, paths, strict=True):
-            measure(replacing, one, path, engine=engine, folder=session.output.path)
+            measure(replacing, one, path, engine, session.output.path)
     return [read_trace(Path(path)) for path in paths]

@@ -10,7 +10,7 @@ from typer import Option
 
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, option_refusals
-from perturbkv.cli.choices import METHODS, numbers, parse_methods
+from perturbkv.cli.choices import METHODS, parse_methods, parse_numbers
 from perturbkv.cli.command_line import hide_options, show_defaults
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import text_file
@@ -151,7 +151,7 @@ def _parse_scale(text: str | None) -> tuple[float, float] | None:
     """Return the least and the largest score. Raises ConfigError for anything but two numbers."""
     if text is None:
         return None
-    ends = numbers("--scale", [text])
+    ends = parse_numbers("--scale", [text])
     if len(ends) != 2:
         msg = f"--scale takes the least and the largest score, such as 1,10; got '{text}'"
         raise ConfigError(msg)
@@ -184,33 +184,27 @@ def _show(session: Session, result: Result, answers: WrittenAnswers) -> None:
     session.show(result)
 
 
-def _quality() -> None:
+_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
+"""Options of measuring that the help of `quality` leaves out."""
+
+
+@show_defaults(budget=" ".join(_BUDGETS))
+@hide_options(*_HIDDEN)
+@analysis_views(
+    _scores,
+    divergence=_divergence,
+    judge=_judge,
+    flags={
+        "divergence": Annotated[bool, Option("--divergence", help="Where answers of a file leave the full cache's")]
+    },
+)
+def quality() -> None:
     """Score the answers from the full and the evicted caches.
 
     --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
     --divergence and --judge look at a file of answers that perturbkv generate wrote. A judge reads a JSON object per
     line (id, prompt, texts) and writes one: the id with a `score`, or with --pairwise a `winner` (a, b or tie).
     """
-
-
-_quality.__name__ = "quality"
-_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
-"""Options of measuring that seldom matter here."""
-quality = show_defaults(budget=" ".join(_BUDGETS))(
-    hide_options(*_HIDDEN)(
-        analysis_views(
-            _scores,
-            divergence=_divergence,
-            judge=_judge,
-            flags={
-                "divergence": Annotated[
-                    bool, Option("--divergence", help="Where answers of a file leave the full cache's")
-                ]
-            },
-            help=_quality,
-        )
-    )
-)
 
 
 @show_defaults(budget=" ".join(_BUDGETS))

@@ -74,7 +74,7 @@ def audit(
     attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1: differs, the first
     difference named; 2: unreadable.
     """
-    option_refusals.check("audit", run, (EvictionConfig(128, selection="random"),))
+    option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):

@@ -13,9 +13,9 @@ from perturbkv.cli import console
 from perturbkv.cli.choices import (
     DEFAULT_COMPARE,
     check_distinct,
-    numbers,
     parse_compare,
     parse_methods,
+    parse_numbers,
     split_names,
 )
 from perturbkv.cli.command_line import hide_options, show_defaults
@@ -152,7 +152,7 @@ def _cliff(
     """Find the budget from which on the next token's KL stays below a threshold."""
     from perturbkv.analyses.budget.cliff import check_thresholds
 
-    thresholds = check_thresholds(numbers("--kl", [kl]))
+    thresholds = check_thresholds(parse_numbers("--kl", [kl]))
     sides = _parse_sides(compare)
     if sides == []:
         msg = f"--compare takes methods such as {_METHODS}, got none"
@@ -310,30 +310,26 @@ def _equal_bytes_configs(
     return tuple(dict.fromkeys([*evicted, *unevicted.configs(names[:1])]))
 
 
-def _budget() -> None:
+_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
+"""Options of measuring that the help of `budget` leaves out."""
+
+
+@show_defaults(budget="by view")
+@hide_options(*_HIDDEN)
+@analysis_views(
+    _safe_budgets,
+    savings=_savings,
+    bytes=_bytes,
+    cliff=_cliff,
+    flags={
+        "savings": Annotated[bool, Option("--savings", help="At which budget the baseline does as well")],
+        "bytes": Annotated[bool, Option("--bytes", help="Evict or quantise, at equal bytes")],
+        "cliff": Annotated[bool, Option("--cliff", help="From which budget on KL stays low")],
+    },
+)
+def budget() -> None:
     """Find safe budgets, and what a selection saves.
 
     The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples), or
     another view of budgets. --cliff takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
     """
-
-
-_budget.__name__ = "budget"
-_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
-"""Options of measuring that seldom matter here."""
-budget = show_defaults(budget="by view")(
-    hide_options(*_HIDDEN)(
-        analysis_views(
-            _safe_budgets,
-            savings=_savings,
-            bytes=_bytes,
-            cliff=_cliff,
-            flags={
-                "savings": Annotated[bool, Option("--savings", help="At which budget the baseline does as well")],
-                "bytes": Annotated[bool, Option("--bytes", help="Evict or quantise, at equal bytes")],
-                "cliff": Annotated[bool, Option("--cliff", help="From which budget on KL stays low")],
-            },
-            help=_budget,
-        )
-    )
-)

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from perturbkv.cli.choices import (
-    DEFAULT_COMPARE,
-    METHODS,
-    check_choice,
-    name_with_distance,
-    parse_compare,
-    parse_methods,
-)
+from perturbkv.cli.choices import DEFAULT_COMPARE, METHODS, check_choice, parse_compare, parse_methods
 from perturbkv.cli.command_line import hide_options, show_defaults, show_options
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis
@@ -28,14 +21,19 @@ if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
-_LONGEST_STEM = 150
+_MOST_STEM_CHARACTERS = 150
 """Most characters of a figure's name; file systems limit it."""
 
 
-def _check_distance(distance: str) -> str:
+def _name_with_distance(analysis: str, distance: str) -> str:
+    """Return the name of an analysis, with its distance unless that is l1, for summary.json and file names.
+
+    Raises UnknownNameError for an unknown distance.
+    """
     from perturbkv.analyses.verdicts import DISTANCES
 
-    return check_choice("distance", distance, tuple(DISTANCES))
+    check_choice("distance", distance, tuple(DISTANCES))
+    return analysis if distance == "l1" else f"{analysis}-{distance}"
 
 
 @analysis
@@ -46,14 +44,13 @@ def heads(
 
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
-    names, distance = parse_compare(compare), _check_distance(distance)
-    name = name_with_distance("heads", distance)
+    names, name = parse_compare(compare), _name_with_distance("heads", distance)
 
     def answer(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads
 
         result = compare_heads(session.trace, names[0], names[1:], step=look.step, distance=distance)
-        stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_LONGEST_STEM]
+        stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
         session.save(result.plot(session.width_mm), result.identity, stem)
         return result
 
@@ -74,27 +71,26 @@ def layers(
 
     Baseline against treatment (paper, figures 3, 5, 6).
     """
-    names, distance = parse_compare(compare), _check_distance(distance)
+    names, name = parse_compare(compare), _name_with_distance("layers", distance)
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
-    name = name_with_distance("layers", distance)
 
     def answer(session: Session) -> tuple[list[Result], dict[str, Any]]:
         from perturbkv.analyses.layers.budget_curves import budget_curves
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
-        def analyse(function: Callable[..., Any]) -> Any:
-            return function(session.trace, names[0], names[1:], step=look.step, distance=distance)
+        def compare_drifts(analyse: Callable[..., Any]) -> Any:
+            return analyse(session.trace, names[0], names[1:], step=look.step, distance=distance)
 
-        drifts = analyse(layer_drift)
+        drifts = compare_drifts(layer_drift)
         _save_series(session, drifts, name)
         results, document = [drifts], drifts.to_dict()
         if per_sample:
-            samples = analyse(last_layer)
+            samples = compare_drifts(last_layer)
             _save_series(session, samples, f"{name}-samples")
             results.append(samples)
             document |= samples.to_dict()
         if budgets:
-            curves = analyse(budget_curves)
+            curves = compare_drifts(budget_curves)
             session.save(curves.plot(session.width_mm), curves.identity, f"{name}-budgets")
             results.append(curves)
             document["budgets"] = curves.to_dict()
@@ -107,7 +103,7 @@ def layers(
 
 
 def _save_series(session: Session, result: LayerDrifts | SampleDrifts, stem: str) -> None:
-    """Save a figure per series, numbered where there are several."""
+    """Save a figure per series of the result; their names are numbered where there are several."""
     members: Sequence[DriftSeries | SampleSeries] = result.members
     for index, series in enumerate(members, 1):
         name = stem if len(result) == 1 else f"{stem}-{index}-{series[0].treatment.selection.name}"
@@ -136,7 +132,7 @@ def assumption(
     return Analysis("assumption", wanted, configs, answer, leave_out_unfit=not run.budget)
 
 
-_RANKED = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
+_RANKED_SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
 
 
 @show_defaults(budget=" ".join(FRACTIONS))
@@ -152,7 +148,7 @@ def bound_tightness(
             help="Selections to rank, separated by commas; a finished trace has its own",
             show_default="all but hindsight-attention, position",
         ),
-    ] = _RANKED,
+    ] = _RANKED_SELECTIONS,
 ) -> Analysis:
     """Measure how tight the bounds are, and if they rank.
 
@@ -172,10 +168,10 @@ def bound_tightness(
     )  # fmt: skip
 
 
-_STEPS, _LEAST_STEPS = 32, 3
+_HORIZON_STEPS, _LEAST_HORIZON_STEPS = 32, 3
 
 
-@show_defaults(steps=str(_STEPS))
+@show_defaults(steps=str(_HORIZON_STEPS))
 @analysis
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:
     """Follow the perturbation over many decode steps.
@@ -183,9 +179,9 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
     Teacher-forced on the full cache's own text; does the error grow, and does one selection's lead last?
     """
     names = parse_compare(compare)
-    wanted = dataclasses.replace(run, steps=_STEPS if run.steps is None else run.steps)
-    if look.trace is None and wanted.step_count < _LEAST_STEPS:
-        msg = f"horizon needs at least {_LEAST_STEPS} decode steps, got --steps {wanted.step_count}"
+    wanted = dataclasses.replace(run, steps=_HORIZON_STEPS if run.steps is None else run.steps)
+    if look.trace is None and wanted.step_count < _LEAST_HORIZON_STEPS:
+        msg = f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {wanted.step_count}"
         raise ConfigError(msg)
 
     def answer(session: Session) -> Result:
@@ -236,11 +232,11 @@ def tokens(
     return Analysis("tokens", run, lambda: run.configs(names), answer, figures={}, writes=False)
 
 
-_LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
+_NEEDLE_LENGTHS, _NEEDLE_DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
 _NEEDLE_STEPS = 8
 
 
-@show_defaults(length=_LENGTHS[0], depth=_DEPTHS[0], steps=str(_NEEDLE_STEPS))
+@show_defaults(length=_NEEDLE_LENGTHS[0], depth=_NEEDLE_DEPTHS[0], steps=str(_NEEDLE_STEPS))
 @show_options("depth", "haystack")
 @hide_options("dataset", "data_dir", "step")
 @analysis
@@ -276,7 +272,10 @@ def needle(
 
 
 def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
-    """Return the run with the defaults of needle where the user chose none. Raises ConfigError."""
+    """Return the run with needle's default lengths, depths, steps and samples where the user chose none.
+
+    Raises ConfigError for another data set, for answers without a token, and for too few samples.
+    """
     if run.dataset != "needle":
         msg = f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'"
         raise ConfigError(msg)
@@ -284,10 +283,12 @@ def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
         raise ConfigError(msg)
     steps = _NEEDLE_STEPS if run.steps is None else run.steps
-    wanted = dataclasses.replace(run, length=run.length or _LENGTHS, depth=run.depth or _DEPTHS, steps=steps)
-    cells = len(wanted.lengths) * len(wanted.depths)
-    if run.samples is not None and run.samples < cells:
+    wanted = dataclasses.replace(
+        run, length=run.length or _NEEDLE_LENGTHS, depth=run.depth or _NEEDLE_DEPTHS, steps=steps
+    )
+    needed = len(wanted.lengths) * len(wanted.depths)
+    if run.samples is not None and run.samples < needed:
         grid = f"{len(wanted.lengths)} lengths × {len(wanted.depths)} depths"
-        msg = f"{grid} need {cells} samples, got --samples {run.samples}"
+        msg = f"{grid} need {needed} samples, got --samples {run.samples}"
         raise ConfigError(msg)
-    return dataclasses.replace(wanted, samples=run.samples or cells)
+    return dataclasses.replace(wanted, samples=run.samples or needed)

@@ -16,7 +16,7 @@ from perturbkv.cli import console
 from perturbkv.cli.commands.trace import HDF5, describe, report_run
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
-from perturbkv.cli.session import say_failures
+from perturbkv.cli.session import print_failures
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.storage.output import OutputFile, OutputFolder
@@ -67,7 +67,7 @@ def export(
     else:
         for name, count in counts.items():
             console.say(f"{name}: {count:,} rows")
-    say_failures(dict(finished.failures))
+    print_failures(dict(finished.failures))
     if finished.failures:
         raise typer.Exit(1)
 

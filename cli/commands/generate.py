@@ -19,7 +19,7 @@ from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import plan, run_folder
-from perturbkv.cli.session import say_failures
+from perturbkv.cli.session import print_failures
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
@@ -113,7 +113,7 @@ def generate(
     from perturbkv.pipeline.answers.grading import metrics_of
 
     configs = run.configs(selection or DEFAULT_SELECTIONS)
-    option_refusals.check("generate", run, configs)
+    option_refusals.check("generate", configs, run)
     check_answer_options(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)
@@ -139,7 +139,7 @@ def generate(
         console.print_json(document)
     else:
         _show(rows, planned.run.configs, compress_every, path)
-    say_failures(failed)
+    print_failures(failed)
     if failed:
         raise typer.Exit(1)
 

@@ -71,7 +71,7 @@ def patching(
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
     configs = _sides(run, compare)
-    option_refusals.check(_COMMAND, run, configs)
+    option_refusals.check(_COMMAND, configs, run)
     folder = run_folder(run, run.output)
     if not run.dry_run:
         OutputFolder(folder, wait=run.wait).claim(resumable(folder / FILE), writer=folder / FILE)

@@ -85,7 +85,7 @@ def regret(
 
     searches = searching.SearchSettings(heads, proven, seconds, seed=run.seed)
     configs = with_references(run.configs(parse_methods(compare)))
-    option_refusals.check(_REGRET, run, configs)
+    option_refusals.check(_REGRET, configs, run)
     searching.check(configs, searches)
     folder = run_folder(run, run.output)
     session = Session("regret", OutputFolder(folder, run.overwrite), look, run.as_json)

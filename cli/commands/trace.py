@@ -24,7 +24,7 @@ from perturbkv.cli.command_line import show_options, with_options
 from perturbkv.cli.commands.head_scores import measure_head_scores
 from perturbkv.cli.options import DEFAULT_SELECTIONS, RARE, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import make_trace, plan, run_folder
-from perturbkv.cli.session import say_failures
+from perturbkv.cli.session import print_failures
 from perturbkv.cli.sweep_file import Entries, Entry, Key, SweepFile, read
 from perturbkv.configs.choice import as_choice, parse
 from perturbkv.configs.entry_counts import Budget
@@ -234,11 +234,11 @@ def trace(
     selections = selection or DEFAULT_SELECTIONS
     if config is None:
         configs = run.configs(selections)
-        option_refusals.check("trace", run, configs)
+        option_refusals.check("trace", configs, run)
         make_plan: Callable[[], Plan] = partial(plan, run, configs)
     else:
         sweep = resolve(config, run, selections, run.typed_options)
-        option_refusals.check("trace", sweep.run, sweep.configs)
+        option_refusals.check("trace", sweep.configs, sweep.run)
         run, make_plan = sweep.run, sweep.plan
     if run.dry_run:
         dry_run.show(make_plan(), run.as_json, run_folder(run, run.output), run.parsed_shard)
@@ -265,7 +265,7 @@ def report_run(path: Path, as_json: bool) -> int:
     finished = read_trace(path)
     if not as_json:
         console.say(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
-    say_failures(dict(finished.failures))
+    print_failures(dict(finished.failures))
     return len(finished.failures)
 
 
