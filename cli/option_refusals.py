@@ -34,12 +34,11 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether no configuration meets the condition; with `each`, whether that holds for one of the values."""
-        has_effect: dict[Any, bool] = {}
-        for config in configs:
-            value = getattr(config, name) if self.each else None
-            has_effect[value] = has_effect.get(value, False) or self.is_met(run, config)
-        return not (has_effect and all(has_effect.values()))
+        """Return whether no configuration meets the condition; with `each`, or none with some value of the option."""
+        useful = [config for config in configs if self.is_met(run, config)]
+        if not self.each:
+            return not useful
+        return {getattr(config, name) for config in useful} != {getattr(config, name) for config in configs}
 
 
 def _is_staged(run: DataOptions, config: EvictionConfig) -> bool:

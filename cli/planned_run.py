@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from perturbkv.engines.engine_choice import AnsweringEngine
     from perturbkv.models.loading import ModelFiles
     from perturbkv.pipeline.run.plan import Plan
-    from perturbkv.pipeline.run.running import Engine, Progress
     from perturbkv.pipeline.run.sharding import ShardDone
     from perturbkv.storage.run.shards import Command
 
@@ -39,21 +38,6 @@ if TYPE_CHECKING:
 _SHARD_OPTION = "--shard"
 _MOST_NAMED_DATASETS = 3
 """Most data sets in the name of a folder."""
-
-
-def measure_missing(
-    options: RunOptions, planned: Plan, engine: Engine, path: Path, progress: Progress
-) -> Path | ShardDone:
-    """Measure the missing samples of a trace, or of the shard that --shard names. Raises PerturbkvErrors."""
-    from perturbkv.pipeline.run.running import run_to_file
-    from perturbkv.pipeline.run.sharding import run_shard
-
-    overwrite, wait = options.overwrite, options.wait
-    if options.parsed_shard is None:
-        return run_to_file(planned, engine, path, overwrite=overwrite, wait=wait, progress=progress)
-    command = shard_command(sys.argv[1:])
-    return run_shard(planned, engine, path, options.parsed_shard, command=command, overwrite=overwrite, wait=wait,
-                     progress=progress)  # fmt: skip
 
 
 def shard_command(arguments: Sequence[str]) -> Command:
@@ -181,10 +165,19 @@ def measure(
     `folder` is the --output of a run of several traces, with which the run can be resumed. Raises PerturbkvErrors;
     finished samples are kept.
     """
+    from perturbkv.pipeline.run.running import run_to_file
+    from perturbkv.pipeline.run.sharding import run_shard
+
     label = "samples" if folder is None else f"{planned.run.dataset}: samples"
+    overwrite, wait, shard = options.overwrite, options.wait, options.parsed_shard
     try:
         with console.progress(escape_line(label), status=engine.alive) as bar:
-            return measure_missing(options, planned, engine, path, with_time_notes(bar.update, planned))
+            progress = with_time_notes(bar.update, planned)
+            if shard is None:
+                return run_to_file(planned, engine, path, overwrite=overwrite, wait=wait, progress=progress)
+            command = shard_command(sys.argv[1:])
+            return run_shard(planned, engine, path, shard, command=command, overwrite=overwrite, wait=wait,
+                             progress=progress)  # fmt: skip
     except InterruptedRunError as error:
         output = folder or (path if path == options.output else path.parent)
         msg = (

@@ -46,7 +46,7 @@ def heads(
     """
     names, name = parse_compare(compare), _name_with_distance("heads", distance)
 
-    def answer(session: Session) -> Result:
+    def analyse(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads
 
         result = compare_heads(session.trace, names[0], names[1:], step=look.step, distance=distance)
@@ -54,7 +54,7 @@ def heads(
         session.save(result.plot(session.width_mm), result.identity, stem)
         return result
 
-    return Analysis(name, run, lambda: run.configs(names), answer, stems=[name])
+    return Analysis(name, run, lambda: run.configs(names), analyse, stems=[name])
 
 
 @show_defaults(budget=" ".join(FRACTIONS))
@@ -74,7 +74,7 @@ def layers(
     names, name = parse_compare(compare), _name_with_distance("layers", distance)
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
 
-    def answer(session: Session) -> tuple[list[Result], dict[str, Any]]:
+    def analyse(session: Session) -> tuple[list[Result], dict[str, Any]]:
         from perturbkv.analyses.layers.budget_curves import budget_curves
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
@@ -98,7 +98,7 @@ def layers(
 
     stems = [name, *[f"{name}-samples"] * per_sample, *[f"{name}-budgets"] * budgets]
     return Analysis(
-        name, wanted, lambda: wanted.configs(names), answer, stems=stems, leave_out_unfit=not run.budget
+        name, wanted, lambda: wanted.configs(names), analyse, stems=stems, leave_out_unfit=not run.budget
     )  # fmt: skip
 
 
@@ -123,13 +123,13 @@ def assumption(
     """
     wanted = run.with_budgets(FRACTIONS)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.bounds.assumption import assumption as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.bounds.assumption import assumption
 
-        return analyse(session.trace, selection, look.step)
+        return assumption(session.trace, selection, look.step)
 
     configs = lambda: wanted.configs([selection])  # noqa: E731
-    return Analysis("assumption", wanted, configs, answer, leave_out_unfit=not run.budget)
+    return Analysis("assumption", wanted, configs, analyse, leave_out_unfit=not run.budget)
 
 
 _RANKED_SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
@@ -157,13 +157,13 @@ def bound_tightness(
     wanted, names = run.with_budgets(FRACTIONS), parse_compare(compare)
     sides = names if selection in names else [*names, selection]
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.bounds.bound_tightness import bound_tightness as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 
-        return analyse(session.trace, selection, look.step)
+        return bound_tightness(session.trace, selection, look.step)
 
     return Analysis(
-        "bound-tightness", wanted, lambda: wanted.configs(sides), answer,
+        "bound-tightness", wanted, lambda: wanted.configs(sides), analyse,
         figures={"plot": "", "plot_heads": "-heads"}, leave_out_unfit=not run.budget,
     )  # fmt: skip
 
@@ -184,13 +184,13 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
         msg = f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {wanted.step_count}"
         raise ConfigError(msg)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.horizon.horizon import horizon as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.horizon.horizon import horizon
 
-        return analyse(session.trace, names)
+        return horizon(session.trace, names)
 
     figures = {"plot": "", "plot_heads": "-heads"}
-    return Analysis("horizon", wanted, lambda: wanted.configs(names), answer, figures=figures)
+    return Analysis("horizon", wanted, lambda: wanted.configs(names), analyse, figures=figures)
 
 
 @show_defaults(budget="a trace's first; 128")
@@ -221,15 +221,15 @@ def tokens(
         raise ConfigError(msg)
     budget = Budget.parse(run.budget[0]).value if run.budget else None
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.tokens.tokens import tokens as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.tokens.tokens import tokens
 
-        return analyse(
+        return tokens(
             session.trace, sample, layer, head, baseline=names[0], treatment=names[1], budget=budget,
             everything=everything,
         )  # fmt: skip
 
-    return Analysis("tokens", run, lambda: run.configs(names), answer, figures={}, writes=False)
+    return Analysis("tokens", run, lambda: run.configs(names), analyse, figures={}, writes=False)
 
 
 _NEEDLE_LENGTHS, _NEEDLE_DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
@@ -260,13 +260,13 @@ def needle(
     """
     wanted = _needle_run(run, max_new_tokens)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.needle.needle import needle as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.needle.needle import needle
 
-        return analyse(session.trace)
+        return needle(session.trace)
 
     return Analysis(
-        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), answer, generate=max_new_tokens,
+        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, generate=max_new_tokens,
         figures={"plot": "", "plot_digits": "-digits", "plot_depths": "-depths", "plot_correlation": "-correlation"},
     )  # fmt: skip
 

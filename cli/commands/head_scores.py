@@ -50,7 +50,7 @@ def measure_head_scores(run: RunOptions) -> None:
 
 
 def _output(run: RunOptions) -> Path:
-    """Return the file to write. Raises ConfigError for an option without effect, and for an existing file."""
+    """Return the path of --head-scores. Raises ConfigError for an option without effect, and for an existing file."""
     assert run.head_scores is not None
     for name in sorted(run.typed_options - _OPTIONS):
         msg = (
@@ -68,7 +68,7 @@ def _output(run: RunOptions) -> Path:
 
 
 def _measure(run: RunOptions, samples: int) -> tuple[tuple[int, ...], list[list[float]], int]:
-    """Return the measured layers, a row of scores for each, and the number of prompts with a right answer."""
+    """Return the measured layers, the scores [layer][head], and the number of prompts that were answered right."""
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.datasets.encode import check_length, check_vocabulary, encode
     from perturbkv.datasets.needle import add_distraction

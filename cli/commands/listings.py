@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perturbkv.configs.option import Option
 
 
-_WIDEST = 34
+_POLICIES_COLUMNS = 34
 """Width of a list of policies in a table with two other columns, 80 characters in all."""
 
 
@@ -76,6 +76,7 @@ def policies(
 
 
 def _list_policies(as_json: bool) -> None:
+    """Print all policies and selections, and what combines with what."""
     from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import known
@@ -96,7 +97,7 @@ def _list_policies(as_json: bool) -> None:
             for row in known()
         ],
     )
-    combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in compatible_choices()]
+    combined = [(textwrap.fill(policies, _POLICIES_COLUMNS), *others) for policies, *others in compatible_choices()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
     console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
@@ -141,7 +142,7 @@ def _describe(text: str, as_json: bool) -> None:
 
 
 def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
-    """Print a choice, its options and how it is written; where it ranks by another score, how to list that one too."""
+    """Print a choice, its options and how to type it; where it ranks by another score, also how to list that score."""
     from perturbkv.scoring.score_registry import OWN
 
     if as_json:
@@ -162,7 +163,7 @@ def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option
 
 
 def _describe_press(choice: Choice, as_json: bool) -> None:
-    """Print the parameters of a press. Raises ConfigError and UnknownNameError."""
+    """Print the parameters of a kvpress press. Raises ConfigError and UnknownNameError."""
     from perturbkv.selection.policies import kvpress
 
     name = str(choice)
@@ -184,4 +185,5 @@ def _default_text(value: Any) -> str:
 
 
 def _options_document(options: Mapping[str, Option]) -> dict[str, Any]:
+    """Return options as JSON: name -> default and description."""
     return {name: {"default": one.default, "about": one.about} for name, one in options.items()}

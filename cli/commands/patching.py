@@ -83,7 +83,7 @@ def patching(
 
 
 def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, patches: PatchingConfig) -> None:
-    """Measure what is missing, write figure and numbers, and print them; exit with 1 where samples failed."""
+    """Measure the missing mixtures, write figure and numbers, and print them; exit with 1 where samples failed."""
     from perturbkv.api.questions import game_of, run_patching
 
     game_of(planned, patches)
@@ -97,7 +97,7 @@ def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, 
 
 
 def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
-    """Print what would be measured, without measuring it."""
+    """Print the plan of a dry run, with the numbers of mixtures that it would measure."""
     from perturbkv.api.questions import cost, game_of
 
     mixtures, samples = cost(planned, patches, game_of(planned, patches)), len(planned.prompts)
@@ -113,7 +113,7 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
 
 
 def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
-    """Return baseline and treatment. Raises ConfigError for more than one of each."""
+    """Return the configurations of baseline and treatment. Raises ConfigError for more than one of either."""
     configs = run.configs(parse_compare(compare))
     if len(configs) != 2:
         msg = (
@@ -126,11 +126,12 @@ def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
 
 
 def _layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each text of a repeatable option, such as `0,18-23`."""
     return tuple(rules.parse_layers(option, text) for text in texts or [])
 
 
 def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None, answers: bool) -> None:
-    """Raise ConfigError for an option on the command line that has no effect."""
+    """Raise ConfigError for a typed option of the game without a game, or --max-new-tokens without --answers."""
     unused = [name for name in _GAME_OPTIONS if name in run.typed_options] if permutations == 0 and greedy == 0 else []
     if unused:
         flag = option_refusals.option_flag(unused[0])

@@ -50,13 +50,13 @@ def measures(
 
     baseline, *treatments = [_BASELINE] if compare is None else parse_compare(compare)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.questions.measures.measures import measures as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.questions.measures.measures import measures
 
-        return analyse(session.trace, baseline, treatments or None, step=look.step)
+        return measures(session.trace, baseline, treatments or None, step=look.step)
 
     return Analysis(
-        "measures", run, lambda: run.configs([baseline, *(treatments or TREATMENTS)]), answer,
+        "measures", run, lambda: run.configs([baseline, *(treatments or TREATMENTS)]), analyse,
         command="question measures",
     )  # fmt: skip
 
@@ -107,8 +107,8 @@ def regret(
 
 _COMPARE = "attention,two-stage,attention-unpooled,two-stage-uniform,random"
 _CORRECTIONS = ("corrected", "corrected(mass=linear)", "corrected-oracle")
-_CORRECTED = 2
-"""Number of methods that are measured with corrections too: the first ones."""
+_CORRECTED_METHODS = 2
+"""Number of methods, the first of --compare, that are measured with corrections too."""
 
 
 @show_defaults(correction=", ".join(_CORRECTIONS))
@@ -129,22 +129,22 @@ def split(
     """
     names = None if compare is None else parse_compare(compare)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.questions.split.split import split as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.questions.split.split import split
 
-        return analyse(session.trace, names, look.step)
+        return split(session.trace, names, look.step)
 
     configs = lambda: _split_configs(run, names or _COMPARE.split(","))  # noqa: E731
-    return Analysis("split", run, configs, answer, command="question split")
+    return Analysis("split", run, configs, analyse, command="question split")
 
 
 def _split_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return all methods uncorrected, then the first ones with corrections."""
+    """Return all methods without correction, then the first two methods with each correction."""
     uncorrected = dataclasses.replace(run, correction=[NONE]).configs(names)
     corrections = [one for one in run.correction or _CORRECTIONS if one != NONE]
     if not corrections:
         return uncorrected
-    corrected = dataclasses.replace(run, correction=corrections).configs(names[:_CORRECTED])
+    corrected = dataclasses.replace(run, correction=corrections).configs(names[:_CORRECTED_METHODS])
     return tuple(dict.fromkeys([*uncorrected, *corrected]))
 
 
@@ -190,7 +190,7 @@ def stability(
 
 
 def _open_traces(look: StabilityOptions) -> Session:
-    """Return the session of the traces. Raises ConfigError without traces, FailedRunError for one without samples."""
+    """Return the session of the traces. Raises ConfigError for none, FailedRunError for one with failures alone."""
     if not look.traces:
         msg = (
             "expected traces, got none; make them: perturbkv trace --dataset needle --budget 128 -o a, then with "
