@@ -33,7 +33,7 @@ class SigtermRecord:
     terminated: bool = False
 
     def exit_code(self, code: int) -> int:
-        """Return `code`, or 143 where it is that of an interruption and SIGTERM was the cause."""
+        """Return the exit code `code`, or 143 where it is 130 and SIGTERM was the cause."""
         return 128 + signal.SIGTERM if self.terminated and code == INTERRUPTED else code
 
     def _terminate(self, number: int, frame: FrameType | None) -> NoReturn:

@@ -34,7 +34,7 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether no configuration meets the condition; with `each`, or none with some value of the option."""
+        """Return whether no configuration meets the condition, or with `each`, none with one of the option's values."""
         useful = [config for config in configs if self.is_met(run, config)]
         if not self.each:
             return not useful
@@ -200,7 +200,7 @@ def check_finished(command: str, run: DataOptions, path: Path) -> None:
 
 
 def check_file(command: str, run: DataOptions, path: Path, known: Collection[str]) -> None:
-    """Raise ConfigError for the first option on the command line that is not among those for a file of answers."""
+    """Raise ConfigError for the first typed option that is not `known`, as it has no effect on a file of answers."""
     reason = f"has no effect on {command}, which looks at {path}; leave it out"
     _refuse_first(run, lambda name: "" if name in known else reason)
 

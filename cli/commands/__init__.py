@@ -33,11 +33,11 @@ class Command:
 
 QUESTIONS = (
     Command("alpha", "Choose α for all, per layer, per head; judge on other samples", "alpha:alpha"),
-    Command("measures", "Ask whether L2 or cosine would conclude what L1 does", "questions:measures"),
+    Command("measures", "Ask whether L2 or cosine leads to the conclusions of L1", "questions:measures"),
     Command("regret", "Measure how far each method is from the best kept set", "questions:regret"),
-    Command("split", "Separate how much is evicted from what is evicted", "questions:split"),
+    Command("split", "Separate the effects of how much and what is evicted", "questions:split"),
     Command("patching", "Find the layers and heads that decide the output", "patching:patching"),
-    Command("stability", "Ask whether the same heads are hit everywhere", "questions:stability"),
+    Command("stability", "Ask whether eviction hits the same heads everywhere", "questions:stability"),
 )
 LISTS = (
     Command("models", "List the model aliases, and what else is a model", "listings:models"),
@@ -51,7 +51,7 @@ BENCHES = (
     Command("compare", "Compare two files of the benchmark", "bench:compare"),
 )
 CHECKS = (
-    Command("selfcheck", "Hold what runs on a GPU against its reference", "selfcheck:selfcheck"),
+    Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),
     Command("bench", "Measure what measuring costs", "bench:bench", BENCHES),
 )
 GROUPS: dict[str, tuple[Command, ...]] = {

@@ -219,7 +219,8 @@ def correlation(
 ) -> Analysis:
     """Ask whether perturbation predicts a lost answer.
 
-    Its first step against the answer's score, one budget at a time; the prompts of several traces count together.
+    The first step's perturbation against the answer's score, one budget at a time; prompts of several traces are
+    pooled.
     """
     from perturbkv.analyses.correlation.lost_answers import Rule
 

@@ -69,10 +69,10 @@ def audit(
 ) -> None:
     """Test whether an eviction is broken, or only lossy.
 
-    One that is not ours is held against the plain model with the full cache and a mask of exactly the entries that it
-    keeps: alone, with a block of tokens after it, and in a left-padded batch. It is a function (model, input_ids,
-    attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1: differs, the first
-    difference named; 2: unreadable.
+    Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
+    eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
+    (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1:
+    differs, the first difference named; 2: unreadable.
     """
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)

@@ -103,8 +103,8 @@ def report(
 ) -> None:
     """Measure the pages of `perturbkv report`.
 
-    Their size, first paint, a change of choice, of traces that are made for it. What is timed is so in headless
-    Chromium, where there is one.
+    Their size, and the time of the first paint and of a change of choice, for traces made here. Times are those of
+    headless Chromium, where it is installed.
     """
     from perturbkv.benchmark import report_pages
     from perturbkv.benchmark.rows import REPORT, check_names

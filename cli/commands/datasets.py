@@ -150,9 +150,9 @@ def datasets(
 ) -> None:
     """List the data sets, or look at one and its prompts.
 
-    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, say how it asks and
-    grades. With --show, print prompts as the model sees them, special tokens included: what --model, --max-tokens,
-    --chat-template and the others make of them, as in a run.
+    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, show how the data
+    set asks and grades. With --show, print prompts as the model sees them, special tokens included: what --model,
+    --max-tokens, --chat-template and the others make of them, as in a run.
     """
     if name is None:
         if show:

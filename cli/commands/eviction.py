@@ -119,7 +119,8 @@ def assumption(
 ) -> Analysis:
     """Check Assumption 1 per head, in three readings of σ.
 
-    As the paper states it, as stage 1 holds it, and S (its figure 4).
+    Attention on the αb largest entries, as the paper states it; on the entries of stage 1; and on all kept entries, S
+    (paper, figure 4).
     """
     wanted = run.with_budgets(FRACTIONS)
 
@@ -176,7 +177,7 @@ _HORIZON_STEPS, _LEAST_HORIZON_STEPS = 32, 3
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:
     """Follow the perturbation over many decode steps.
 
-    Teacher-forced on the full cache's own text; does the error grow, and does one selection's lead last?
+    Teacher-forced on the full cache's own text: does the error grow, and does one selection stay ahead?
     """
     names = parse_compare(compare)
     wanted = dataclasses.replace(run, steps=_HORIZON_STEPS if run.steps is None else run.steps)
@@ -209,8 +210,8 @@ def tokens(
 ) -> Analysis:
     """Show the words that a head keeps and evicts.
 
-    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each that add
-    most to the head's output. Without --head the one whose output the treatment changes most is shown.
+    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each configuration
+    that add most to the head's output. Without --head, the head whose output the treatment changes most.
     """
     names = parse_compare(compare)
     if len(names) != 2:
@@ -256,7 +257,7 @@ def needle(
     """Ask every cache for a number hidden in a long text.
 
     One prompt per length and depth unless --samples asks for more. The answers are compared with the first step's
-    perturbation, and apart from it with the mean over all --steps, which nearly is the score.
+    perturbation, and separately with its mean over all --steps, which nearly repeats the score.
     """
     wanted = _needle_run(run, max_new_tokens)
 

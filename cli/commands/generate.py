@@ -84,7 +84,7 @@ def _score_text(answer: Mapping[str, Any]) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text in one line, of at most 400 characters and the number of those left out."""
+    """Return a text as one line, cut after 400 characters; it ends with the number of characters cut."""
     line = " ".join(text.split()) or "(nothing)"
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
 

@@ -131,7 +131,10 @@ def _layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...],
 
 
 def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None, answers: bool) -> None:
-    """Raise ConfigError for a typed option of the game without a game, or --max-new-tokens without --answers."""
+    """Raise ConfigError for a typed option without effect.
+
+    The options of Shapley values and the greedy path need one of both, --max-new-tokens needs --answers.
+    """
     unused = [name for name in _GAME_OPTIONS if name in run.typed_options] if permutations == 0 and greedy == 0 else []
     if unused:
         flag = option_refusals.option_flag(unused[0])

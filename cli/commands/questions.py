@@ -41,10 +41,10 @@ def measures(
         ),
     ] = None,
 ) -> Analysis:
-    """Ask whether L2 or cosine would conclude what L1 does.
+    """Ask whether L2 or cosine leads to the conclusions of L1.
 
-    As the quantity measured: verdicts, order of methods, links with KL and scores. As the one that selects: norm=l2 of
-    a selection.
+    As the measured distance: verdicts, order of methods, correlation with KL and scores. As the distance that selects
+    entries: norm=l2 of a selection.
     """
     from perturbkv.analyses.questions.measures.measure_settings import TREATMENTS
 
@@ -77,7 +77,8 @@ def regret(
 ) -> None:
     """Measure how far each method is from the best kept set.
 
-    Per head, isolated: against the best set known of its size on the prompt, and the proven best of a short prefix.
+    Per head, by isolated perturbation: against the best known set of the same size on the prompt, and against the
+    proven best set on a short prefix.
     """
     from perturbkv.api.questions import run_search
     from perturbkv.optimum.chain import with_references
@@ -122,10 +123,10 @@ def split(
         Option(metavar="NAMES", help="Selections or policies, the baseline first", show_default=_COMPARE),
     ] = None,
 ) -> Analysis:
-    """Separate how much is evicted from what is evicted.
+    """Separate the effects of how much and what is evicted.
 
-    L = (1 − S) ‖μ_gone − μ_kept‖₁ per head; which methods win by which; what a stored mean of what went wins, without a
-    trace in the first two of --compare.
+    L = (1 − S) ‖μ_gone − μ_kept‖₁ per head: by which factor a method wins, and what a stored mean of the evicted
+    values gains; without a trace, that is measured for the first two of --compare.
     """
     names = None if compare is None else parse_compare(compare)
 
@@ -174,10 +175,10 @@ def stability(
         str | None, Option("--budget", "-b", metavar="B", help="Of several", show_default="the one that all hold")
     ] = None,
 ) -> None:
-    """Ask whether the same heads are hit everywhere.
+    """Ask whether eviction hits the same heads everywhere.
 
-    Over prompts and decode steps within a trace, and between traces: of data sets, lengths, seeds; of models over
-    depth alone.
+    Across the prompts and decode steps of a trace, and across traces: of other data sets, lengths or seeds; other
+    models are compared by depth alone.
     """
     from perturbkv.analyses.questions.stability.stability import stability as analyse
 
@@ -190,7 +191,10 @@ def stability(
 
 
 def _open_traces(look: StabilityOptions) -> Session:
-    """Return the session of the traces. Raises ConfigError for none, FailedRunError for one with failures alone."""
+    """Return the session of the traces.
+
+    Raises ConfigError where the user named no trace, FailedRunError for a trace without a complete sample.
+    """
     if not look.traces:
         msg = (
             "expected traces, got none; make them: perturbkv trace --dataset needle --budget 128 -o a, then with "

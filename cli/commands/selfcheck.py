@@ -49,10 +49,10 @@ def selfcheck(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Hold what runs on a GPU against its reference.
+    """Compare what runs on a GPU with its reference.
 
-    The compact cache, the Triton kernel, layers over several GPUs; beside that the table of ties in half precision,
-    and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
+    The compact cache, the Triton kernel, layers over several GPUs; then the table of ties in half precision, and the
+    benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
     """
     place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
     _check_sizes(samples, length, entries)
