@@ -163,8 +163,9 @@ def _cliff(
 
         return cliff(session.trace, sides=sides, kl=thresholds)
 
-    configs = lambda: _cliff_configs(wanted, methods)  # noqa: E731
-    return Analysis("budget-cliff", wanted, configs, analyse, command="budget --cliff", files=files)
+    return Analysis(
+        "budget-cliff", wanted, lambda: _cliff_configs(wanted, methods), analyse, command="budget --cliff", files=files
+    )
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:

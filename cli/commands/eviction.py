@@ -129,8 +129,7 @@ def assumption(
 
         return assumption(session.trace, selection, look.step)
 
-    configs = lambda: wanted.configs([selection])  # noqa: E731
-    return Analysis("assumption", wanted, configs, analyse, leave_out_unfit=not run.budget)
+    return Analysis("assumption", wanted, lambda: wanted.configs([selection]), analyse, leave_out_unfit=not run.budget)
 
 
 _RANKED_SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"

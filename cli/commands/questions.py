@@ -135,8 +135,9 @@ def split(
 
         return split(session.trace, names, look.step)
 
-    configs = lambda: _split_configs(run, names or _COMPARE.split(","))  # noqa: E731
-    return Analysis("split", run, configs, analyse, command="question split")
+    return Analysis(
+        "split", run, lambda: _split_configs(run, names or _COMPARE.split(",")), analyse, command="question split"
+    )
 
 
 def _split_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
@@ -180,12 +181,12 @@ def stability(
     Across the prompts and decode steps of a trace, and across traces: of other data sets, lengths or seeds; other
     models are compared by depth alone.
     """
-    from perturbkv.analyses.questions.stability.stability import stability as analyse
+    from perturbkv.analyses.questions.stability.stability import stability as compare_heads
 
     if budget is not None:
         Budget.parse(budget)
     session = _open_traces(look)
-    result = analyse(session.traces, selection=selection, baseline=baseline, budget=budget)
+    result = compare_heads(session.traces, selection=selection, baseline=baseline, budget=budget)
     session.save(result.plot(session.width_mm), result.identity, session.name)
     session.show(result)
 
