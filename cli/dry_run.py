@@ -24,23 +24,19 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def show(planned: Plan, as_json: bool, folder: Path | None, shard: Shard | None = None) -> None:
-    """Print the plan of a run, or of a shard of it; its trace goes into `folder`, None where it makes no trace."""
-    document = describe(planned, folder, shard)
-    if as_json:
-        console.print_json(document)
-    else:
-        _show(planned, document)
+def show(
+    plans: Sequence[Plan], as_json: bool, folder: Path | None, shard: Shard | None = None, by_dataset: bool = False
+) -> None:
+    """Print the plans of runs, or of a shard of them, whose traces go into `folder`; None: they make no trace.
 
-
-def show_all(plans: Sequence[Plan], as_json: bool, folder: Path, shard: Shard | None = None) -> None:
-    """Print the plans of several runs whose traces go into `folder`; as JSON they are the list `runs`."""
-    documents = [describe(planned, folder, shard) for planned in plans]
+    As JSON they are a list `runs` with `by_dataset`, else one document of the only plan.
+    """
+    documents = [describe(plan, folder, shard) for plan in plans]
     if as_json:
-        console.print_json({"runs": documents})
+        console.print_json({"runs": documents} if by_dataset else documents[0])
         return
-    for planned, document in zip(plans, documents, strict=True):
-        _show(planned, document)
+    for plan, document in zip(plans, documents, strict=True):
+        _show(plan, document)
 
 
 def _show(planned: Plan, document: dict[str, Any]) -> None:

@@ -285,7 +285,9 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
     if analysis.by_dataset:
         warn_of_missing_budgets(planned, analysis.name)
     if run.dry_run:
-        _show_plans(analysis, planned, folder)
+        dry_run.show(planned, run.as_json, folder, run.parsed_shard, analysis.by_dataset)
+        if analysis.dry_note:
+            console.note(analysis.dry_note)
         return None
     session.traces = read_traces(make_traces(runs, planned, paths, folder if analysis.by_dataset else None))
     _check_complete(session)
@@ -328,17 +330,6 @@ def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
     advice = f"; --steps {step + 1} records it" if fits else ""
     msg = f"expected a step from 0 to {run.step_count - 1}, got {step}{advice}"
     raise ConfigError(msg)
-
-
-def _show_plans(analysis: Analysis, planned: Sequence[Plan], folder: Path) -> None:
-    """Print the plans of a dry run."""
-    run = analysis.run
-    if analysis.by_dataset:
-        dry_run.show_all(planned, run.as_json, folder, run.parsed_shard)
-    else:
-        dry_run.show(planned[0], run.as_json, folder, run.parsed_shard)
-    if analysis.dry_note:
-        console.note(analysis.dry_note)
 
 
 def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:

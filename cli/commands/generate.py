@@ -128,7 +128,7 @@ def generate(
     if run.dry_run:
         from perturbkv.cli import dry_run
 
-        dry_run.show(planned, run.as_json, None)
+        dry_run.show([planned], run.as_json, None)
         return
     metrics_of(planned.prompts)
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,

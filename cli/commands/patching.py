@@ -104,7 +104,7 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
     if run.as_json:
         console.print_json({**dry_run.describe(planned, None), "mixtures": mixtures})
         return
-    dry_run.show(planned, False, None)
+    dry_run.show([planned], False, None)
     console.say(
         f"mixtures of each prompt: {mixtures['named']} by name, {mixtures['shapley']:,} for Shapley values, at most "
         f"{mixtures['greedy']:,} for the greedy path; at most {samples * mixtures['mixtures']:,} of {samples} prompts, "

@@ -96,7 +96,7 @@ def regret(
         session.claim([session.name])
     planned = plan(run, configs)
     if run.dry_run:
-        dry_run.show(planned, run.as_json, None)
+        dry_run.show([planned], run.as_json, None)
         return
     with session.claim([session.name]):
         with console.progress("samples") as bar:

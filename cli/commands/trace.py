@@ -249,7 +249,7 @@ def trace(
         option_refusals.check("trace", sweep.configs, sweep.run)
         run, make_plan = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(make_plan(), run.as_json, run_folder(run, run.output), run.parsed_shard)
+        dry_run.show([make_plan()], run.as_json, run_folder(run, run.output), run.parsed_shard)
         return
     target = run_folder(run, run.output)
     path = target if target.suffix in HDF5 else target / "trace.h5"
