@@ -36,10 +36,10 @@ def show(
         console.print_json({"runs": documents} if by_dataset else documents[0])
         return
     for plan, document in zip(plans, documents, strict=True):
-        _show(plan, document)
+        _show_plan(plan, document)
 
 
-def _show(planned: Plan, document: dict[str, Any]) -> None:
+def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
     """Print a plan as tables; `document` is the plan as `describe` returns it."""
     rows = [
         (

@@ -125,7 +125,7 @@ class Session:
         a result without traces to the reasons.
         """
         listed = [results] if not isinstance(results, Sequence) else list(results)
-        header, body = self._write(listed[0].to_dict() if document is None else document)
+        header, body = self._write_json(listed[0].to_dict() if document is None else document)
         if self.as_json:
             console.print_json({"analysis": self.name, **header, **body})
         else:
@@ -144,7 +144,7 @@ class Session:
         else:
             console.result([result], result.identity.lines()[0], explain=self.look.explain)
 
-    def _write(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _write_json(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write the JSON file; return its header, which names the source, and the part of this analysis."""
         if not self.traces:
             header, body = dict(self.source), {**numbers, "figures": self.figures}

@@ -61,8 +61,8 @@ def bench(
     from perturbkv.benchmark.rows import check_names
 
     targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
-    _check_used(context, {target.name for target in targets})
-    _run(suite, settings, targets, _path(output, "bench"), overwrite, as_json)
+    _check_effects(context, {target.name for target in targets})
+    _run(suite, settings, targets, _output_path(output, "bench"), overwrite, as_json)
 
 
 def scale(
@@ -87,7 +87,7 @@ def scale(
     from perturbkv.benchmark.rows import SCALE, check_names
 
     targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
-    _run(many_samples, settings, targets, _path(output, "scale"), overwrite, as_json)
+    _run(many_samples, settings, targets, _output_path(output, "scale"), overwrite, as_json)
 
 
 def report(
@@ -110,7 +110,7 @@ def report(
     from perturbkv.benchmark.rows import REPORT, check_names
 
     targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
-    _run(report_pages, settings, targets, _path(output, "report"), overwrite, as_json)
+    _run(report_pages, settings, targets, _output_path(output, "report"), overwrite, as_json)
 
 
 def compare(
@@ -152,7 +152,7 @@ def _check_nothing_typed(context: typer.Context) -> None:
         raise ConfigError(msg)
 
 
-def _check_used(context: typer.Context, names: set[str]) -> None:
+def _check_effects(context: typer.Context, names: set[str]) -> None:
     """Raise ConfigError for a typed option that has no effect on any of the rows with these names."""
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
@@ -161,7 +161,7 @@ def _check_used(context: typer.Context, names: set[str]) -> None:
             raise ConfigError(msg)
 
 
-def _path(output: Path | None, name: str) -> Path:
+def _output_path(output: Path | None, name: str) -> Path:
     """Return --output, or runs/<time>-<name>.json."""
     return output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.json"
 
@@ -174,13 +174,13 @@ def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overw
     if as_json:
         console.print_json(report.to_dict())
     else:
-        _show(report)
+        _show_report(report)
         console.say(f"written to {path}")
     if report.failed:
         raise typer.Exit(1)
 
 
-def _show(report: Report) -> None:
+def _show_report(report: Report) -> None:
     """Print a report: the machine, a table of its rows, the reasons of failed rows."""
     versions = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
     console.say(f"{report.machine['device']}: {versions}")

@@ -158,7 +158,7 @@ def datasets(
         if show:
             msg = "--show needs a dataset to look at, such as `perturbkv list datasets needle --show`"
             raise ConfigError(msg)
-        _list(as_json)
+        _list_datasets(as_json)
     elif show:
         run = DataOptions(
             model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
@@ -166,10 +166,10 @@ def datasets(
         )  # fmt: skip
         _show_prompts(run, sample or 0, tokens, as_json)
     else:
-        _describe(name, as_json)
+        _describe_dataset(name, as_json)
 
 
-def _list(as_json: bool) -> None:
+def _list_datasets(as_json: bool) -> None:
     """Print all data sets."""
     from perturbkv.datasets.dataset_registry import known
 
@@ -182,7 +182,7 @@ def _list(as_json: bool) -> None:
     console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
-def _describe(name: str, as_json: bool) -> None:
+def _describe_dataset(name: str, as_json: bool) -> None:
     """Print kind, summary, needs and wording of a data set. Raises PerturbkvErrors for an unknown name or a file."""
     from perturbkv.datasets import dataset_registry
 

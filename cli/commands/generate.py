@@ -142,7 +142,7 @@ def generate(
         document = {**header, "run": run_object(planned.run), "file": str(path), "samples": rows, "failed": failed}
         console.print_json(document)
     else:
-        _show(rows, planned.run.configs, compress_every, path)
+        _show_answers(rows, planned.run.configs, compress_every, path)
     print_failures(failed)
     if failed:
         raise typer.Exit(1)
@@ -158,10 +158,10 @@ def _answer_samples(
     from perturbkv.pipeline.run.running import provenance
 
     made_with = provenance_object(provenance(planned))
-    first_line, rows = _open_file(path, header, made_with, run.overwrite)
+    first_line, rows = _open_answers(path, header, made_with, run.overwrite)
     try:
         with translate_os_errors(path):
-            _generate(run, planned, path, rows, header, failed, lock)
+            _answer_missing(run, planned, path, rows, header, failed, lock)
             return _sort_rows(planned, path, first_line, rows)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
@@ -178,7 +178,7 @@ def _sort_rows(
     return ordered
 
 
-def _show(
+def _show_answers(
     rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
 ) -> None:
     """Print the answers to all samples, and notes on what the caches held."""
@@ -191,7 +191,7 @@ def _show(
     console.say(f"written to {path}, every answer whole")
 
 
-def _open_file(
+def _open_answers(
     path: Path, header: dict[str, Any], made_with: dict[str, Any], overwrite: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the first line of the file of answers and its rows of finished samples; write the file anew.
@@ -227,7 +227,7 @@ def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _generate(
+def _answer_missing(
     run: RunOptions,
     planned: Plan,
     path: Path,

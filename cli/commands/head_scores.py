@@ -28,7 +28,7 @@ def measure_head_scores(run: RunOptions) -> None:
     """
     from perturbkv.scoring.head_scores import as_json
 
-    output = _output(run)
+    output = _output_path(run)
     samples = _SAMPLES if run.samples is None else run.samples
     with new_file(output, run.overwrite) as temporary:
         layers, scores, right = _measure(run, samples)
@@ -49,7 +49,7 @@ def measure_head_scores(run: RunOptions) -> None:
     )
 
 
-def _output(run: RunOptions) -> Path:
+def _output_path(run: RunOptions) -> Path:
     """Return the path of --head-scores. Raises ConfigError for an option without effect, and for an existing file."""
     assert run.head_scores is not None
     for name in sorted(run.typed_options - _OPTIONS):

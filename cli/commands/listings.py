@@ -72,7 +72,7 @@ def policies(
     if name is None:
         _list_policies(as_json)
     else:
-        _describe(name, as_json)
+        _describe_choice(name, as_json)
 
 
 def _list_policies(as_json: bool) -> None:
@@ -107,7 +107,7 @@ def _list_policies(as_json: bool) -> None:
     )
 
 
-def _describe(text: str, as_json: bool) -> None:
+def _describe_choice(text: str, as_json: bool) -> None:
     """Print the options of a policy, selection, granularity, precision or correction.
 
     Raises UnknownNameError for any other name, and ConfigError for options that it does not take.
@@ -131,17 +131,17 @@ def _describe(text: str, as_json: bool) -> None:
         known = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS, **PRECISION_OPTIONS, **CORRECTION_OPTIONS}
         options = known[choice.name]
         complete_choice(choice, f"'{choice.name}'", options)
-        _show(choice, others[choice.name], "", options, as_json)
+        _show_choice(choice, others[choice.name], "", options, as_json)
     elif choice.name in registry.names() or refers_to_file(choice.name):
         policy, choice = registry.info(choice.name), registry.name_first_argument(choice)
         registry.build(choice)
-        _show(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
+        _show_choice(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
     else:
         names = dict.fromkeys([*registry.names(), *SELECTABLE, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
         raise UnknownNameError(text, "policy or selection", names)
 
 
-def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
+def _show_choice(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
     """Print a choice, its options and how to type it; where it ranks by another score, also how to list that score."""
     from perturbkv.scoring.score_registry import OWN
 

@@ -70,7 +70,7 @@ def patching(
         _layer_lists("--baseline-in", baseline_in), _layer_lists("--treatment-in", treatment_in),
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
-    configs = _sides(run, compare)
+    configs = _compared_configs(run, compare)
     option_refusals.check(_COMMAND, configs, run)
     folder = run_folder(run, run.output)
     if not run.dry_run:
@@ -112,7 +112,7 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
     )
 
 
-def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
+def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
     """Return the configurations of baseline and treatment. Raises ConfigError for more than one of either."""
     configs = run.configs(parse_compare(compare))
     if len(configs) != 2:

@@ -66,7 +66,7 @@ def selfcheck(
     if as_json:
         console.print_json(document)
     else:
-        _print(checks, document)
+        _print_tables(checks, document)
         console.say(f"written to {path}, after {document['seconds']:.0f} s")
     if not document["equal"]:
         raise typer.Exit(1)
@@ -176,7 +176,7 @@ def _document(
     }
 
 
-def _print(checks: list[Check], document: dict[str, Any]) -> None:
+def _print_tables(checks: list[Check], document: dict[str, Any]) -> None:
     """Print tables of checks, ties and benchmark rows."""
     rows = [
         (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _verdict(check))

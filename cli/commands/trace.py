@@ -87,17 +87,17 @@ def resolve(path: Path, run: RunOptions, selections: list[str], typed_options: f
     check_configurations(_count_combinations(file))
     for entry in file.entries():
         _check_values(entry)
-    options = {name: _option(entry) for name, entry in file.options.items() if entry.key.is_run_option}
+    options = {name: _option_value(entry) for name, entry in file.options.items() if entry.key.is_run_option}
     wanted = dataclasses.replace(run, **options)
-    return Sweep(file, wanted, _configs(file, wanted, selections))
+    return Sweep(file, wanted, _sweep_configs(file, wanted, selections))
 
 
-def _option(entry: Entry) -> Any:
+def _option_value(entry: Entry) -> Any:
     """Return the value of an option of `RunOptions`: a list where the command line takes several values."""
     return list(entry.values) if entry.key.many else entry.values[0]
 
 
-def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
+def _sweep_configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
     """Return the configurations of all grids, in the order of the file. Raises ConfigError for keys without effect."""
     defaults = {**run.choices(), "selection": selections}
     configs: list[EvictionConfig] = []
@@ -136,7 +136,7 @@ def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: s
     try:
         request = parse_configuration(**combination)
     except BudgetError as error:  # each value alone is valid: budget and window do not go together
-        raise _locate(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
+        raise _locate_error(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
         compatibility.check(request.config, cache)
     except ConfigError as error:
@@ -144,11 +144,11 @@ def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: s
         fits = config.selection.name in registry.info(config.policy.name).selections
         own = config.policy.name == as_choice(combination["policy"]).name
         first = ("policy",) if fits and own else ("selection", "policy")
-        raise _locate((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
+        raise _locate_error((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
     return request
 
 
-def _locate(
+def _locate_error(
     names: tuple[str, ...], combination: dict[str, Any], entries: Entries, error: ConfigError, hint: str
 ) -> ConfigError:
     """Return the error with a hint and the line of the first of the keys `names` that the file has.
