@@ -160,7 +160,8 @@ class Entry:
 
     def locate(self, value: Any) -> Location:
         """Return the location of a value, or that of the key where the value is not among its values."""
-        return dict(zip(self.values, self.locations, strict=True)).get(value, self.location)
+        locations: dict[Any, Location] = dict(zip(self.values, self.locations, strict=True))
+        return locations.get(value, self.location)
 
 
 Entries = Mapping[str, Entry]
