@@ -14,6 +14,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.display import Table
 
 Value = TypeVar("Value")
@@ -38,6 +39,7 @@ class Column:
         heading: its heading in a table; `#` in front aligns it to the right.
         text: formats a value, with its interval where there is one.
         json: whether JSON holds it.
+        interval: returns the interval of a record's value; by default its attribute `<name>_interval`, if it has one.
     """
 
     meaning: str
@@ -47,6 +49,7 @@ class Column:
     heading: str = ""
     text: Callable[..., str] | None = None
     json: bool = True
+    interval: Callable[[Any], OptionalInterval] | None = None
 
     def cell(self, value: Any, interval: Any = None, separator: str = " ") -> str:
         """Return the value as a table shows it, and behind the separator its interval."""
@@ -189,8 +192,9 @@ def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, C
 def _cell(records: Sequence[Record], name: str, separator: str) -> str:
     for record in records:
         if name in record.columns():
-            interval = getattr(record, f"{name}_interval", None)
-            return record.columns()[name].cell(getattr(record, name), interval, separator)
+            declared = record.columns()[name]
+            ends = declared.interval(record) if declared.interval else getattr(record, f"{name}_interval", None)
+            return declared.cell(getattr(record, name), ends, separator)
     return ""
 
 

@@ -29,42 +29,24 @@ from perturbkv.trace import Trace
 class ComparisonRow(HeadComparison):
     """A comparison of heads as a line of a table, isolated and propagated perturbation side by side."""
 
-    @property
-    def isolated_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `isolated_ratio`."""
-        return self.isolated.sum_ratio_interval
-
-    @property
-    def propagated_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `propagated_ratio`."""
-        return self.propagated.sum_ratio_interval
-
-    @property
-    def median_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `median_ratio`."""
-        return self.propagated.median_ratio_interval
-
-    @property
-    def better_share_interval(self) -> OptionalInterval:
-        """The interval of the column `better_share`."""
-        return self.propagated.better_share_interval
-
-    @derived(json=False, heading="#isolated\nsum")
+    @derived(json=False, heading="#isolated\nsum", interval=lambda row: row.isolated.sum_ratio_interval)
     def isolated_ratio(self) -> float:
         """Isolated perturbation over the baseline's, summed over heads and samples."""
         return self.isolated.sum_ratio
 
-    @derived(json=False, heading="#propagated\nsum")
+    @derived(json=False, heading="#propagated\nsum", interval=lambda row: row.propagated.sum_ratio_interval)
     def propagated_ratio(self) -> float:
         """Propagated perturbation over the baseline's, summed over heads and samples."""
         return self.propagated.sum_ratio
 
-    @derived(json=False, heading="#propagated\nmedian head")
+    @derived(json=False, heading="#propagated\nmedian head", interval=lambda row: row.propagated.median_ratio_interval)
     def median_ratio(self) -> float:
         """The median head's propagated perturbation over the baseline's."""
         return self.propagated.median_ratio
 
-    @derived(json=False, heading="#heads\nbetter", unit="share")
+    @derived(
+        json=False, heading="#heads\nbetter", unit="share", interval=lambda row: row.propagated.better_share_interval
+    )
     def better_share(self) -> float:
         """Mean over samples of each sample's share of heads with less propagated perturbation."""
         return self.propagated.better_share

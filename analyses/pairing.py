@@ -144,8 +144,8 @@ def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair
 
 
 def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
-    """Return both configurations of each pair."""
-    return [config for pair in pairs for config in pair]
+    """Return the configurations of some pairs, each once."""
+    return list(dict.fromkeys(config for pair in pairs for config in pair))
 
 
 def _sides(run: RunConfig) -> str:
@@ -221,11 +221,12 @@ def budget_order(config: EvictionConfig) -> tuple[float, bool, float]:
 
 def group_by_selection(run: RunConfig) -> list[dict[str, int]]:
     """Return selection -> index for each group of configurations that differ in selection alone."""
-    return [{run.configs[index].selection.name: index for index in group} for group in group_settings(run, "selection")]
+    groups = group_settings(run, "selection")
+    return [{config.selection.name: run.configs.index(config) for config in group} for group in groups]
 
 
-def group_settings(run: RunConfig, *free: str) -> list[list[int]]:
-    """Return the indices of groups of configurations that differ in the `free` choices alone.
+def group_settings(run: RunConfig, *free: str) -> list[list[EvictionConfig]]:
+    """Return the groups of configurations that differ in the `free` choices alone.
 
     Choices are named as in `EvictionConfig.flat`. A configuration without an option is in the group of each value.
     """
@@ -234,7 +235,8 @@ def group_settings(run: RunConfig, *free: str) -> list[list[int]]:
     for name in dict.fromkeys(name for config in choices for name in config):
         groups = list(dict.fromkeys(part for group in groups for part in _split_by_value(group, choices, name)))
     largest = [group for group in groups if not any(set(group) < set(other) for other in groups)]
-    return sorted(map(list, largest), key=lambda group: min(budget_order(run.configs[index]) for index in group))
+    members = [[run.configs[index] for index in group] for group in largest]
+    return sorted(members, key=lambda group: min(map(budget_order, group)))
 
 
 def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:

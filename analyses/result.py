@@ -32,6 +32,7 @@ class Result(Record, ABC):
         KEY: key of the result in its command's JSON document; empty where the document has the result's own keys.
         SHOWN: names of the table's columns after the first, at most six.
         FIRST: heading of the first column, the lines' names.
+        HAS_SHARES, HAS_MEDIANS: whether the table holds shares of samples, or medians over samples.
         DOCUMENT: heading in the JSON reference of the keys that the command adds to the result's own.
     """
 
@@ -39,6 +40,8 @@ class Result(Record, ABC):
     SHOWN: ClassVar[tuple[str, ...]] = ()
     DOCUMENT: ClassVar[str] = "every analysis"
     FIRST: ClassVar[str] = "configuration"
+    HAS_SHARES: ClassVar[bool] = False
+    HAS_MEDIANS: ClassVar[bool] = False
 
     identity: RunIdentity
 
@@ -68,7 +71,7 @@ class Result(Record, ABC):
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples)
+        return text.intervals_note(self.identity.samples, exact=self.HAS_SHARES, medians=self.HAS_MEDIANS)
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:

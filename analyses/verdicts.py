@@ -48,6 +48,11 @@ def distance_of(name: str) -> Distance:
     return DISTANCES[name]
 
 
+def non_default_terms(distance: str, step: int) -> list[str]:
+    """Return the distance and the decode step as text, each where it is not the default (L1, step 0)."""
+    return [*([] if distance == "l1" else [str(DISTANCES[distance])]), *([f"step {step}"] if step else [])]
+
+
 TIE_FLOORS = 2
 """Two perturbations tie where they differ by at most this many noise floors (METHOD: the protocol, 4)."""
 

@@ -9,8 +9,7 @@ from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
-from perturbkv.analyses.pairing import Pair, budget_order, setting_name
-from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.pairing import Pair, budget_order, group_settings, setting_name
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -124,7 +123,7 @@ def left_out(run: RunConfig) -> tuple[EvictionConfig, ...]:
 def _compared(run: RunConfig) -> list[list[EvictionConfig]]:
     """Return the groups that share a setting, with the baseline and another row in each."""
     controls = controls_of_others(run)
-    groups = [[run.configs[index] for index in group] for group in alike(run, *_FREE)]
+    groups = group_settings(run, *_FREE)
     return [group for group in groups if _has_rows(_members(group)) and not controls.issuperset(group)]
 
 

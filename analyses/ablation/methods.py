@@ -12,8 +12,7 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.pairing import common, distinct_choices, matches
-from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.pairing import common, distinct_choices, group_settings, matches
 from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
@@ -57,22 +56,12 @@ class Row(Outcome):
         name = policy if plain_selection else f"{policy}:{self.treatment.selection}"
         return f"{name} {self.difference}".strip()
 
-    @property
-    def random_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `random_ratio`."""
-        return _ratio(self.controls.get("random"))[1]
-
-    @property
-    def protected_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `protected_ratio`."""
-        return _ratio(self.controls.get("attention"))[1]
-
-    @derived(json=False, heading="#random,\nsame ends")
+    @derived(json=False, heading="#random,\nsame ends", interval=lambda row: _ratio(row.controls.get("random"))[1])
     def random_ratio(self) -> float:
         """Propagated sum over that of random entries under the method's own window and protection."""
         return _ratio(self.controls.get("random"))[0]
 
-    @derived(json=False, heading="#snapkv,\nsame ends")
+    @derived(json=False, heading="#snapkv,\nsame ends", interval=lambda row: _ratio(row.controls.get("attention"))[1])
     def protected_ratio(self) -> float:
         """Propagated sum over that of SnapKV's entries under the method's own window and protection."""
         return _ratio(self.controls.get("attention"))[0]
@@ -93,12 +82,7 @@ class MethodSetting(OutcomeSetting):
         """The choices that all rows share, as a label writes them."""
         return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
-    @property
-    def random_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `random_ratio`."""
-        return _ratio(self.controls.get("random"))[1]
-
-    @derived(json=False, heading="#random,\nsame ends")
+    @derived(json=False, heading="#random,\nsame ends", interval=lambda row: _ratio(row.controls.get("random"))[1])
     def random_ratio(self) -> float:
         """The baseline's propagated sum over that of random entries under its own window and protection."""
         return _ratio(self.controls.get("random"))[0]
@@ -187,7 +171,7 @@ def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
 def _groups(run: RunConfig) -> list[list[EvictionConfig]]:
     """Return the configurations of equal budget and granularity."""
     options = {name for one in run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
-    return [[run.configs[index] for index in group] for group in alike(run, *_FREE, *options)]
+    return group_settings(run, *_FREE, *options)
 
 
 def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
@@ -260,6 +244,7 @@ class MethodRanking(SettingsResult):
     SECTION = "ablation --methods"
     SHOWN = ("cache_share", "propagated_ratio", "random_ratio", "protected_ratio", "kl_median")
     FIRST = "method"
+    HAS_MEDIANS = True
     IGNORED: ClassVar[tuple[str, ...]] = ("policy", "selection", "window", "alpha", "pool")
 
     settings: tuple[MethodSetting, ...] = column("one per budget and granularity")
@@ -293,10 +278,6 @@ class MethodRanking(SettingsResult):
         kind = self.settings[0].rows[0].propagated
         return [table("over snapkv's, and KL", self.lines(), names, self.FIRST),
                 text.noise_floor_note(kind.floor_relative_median)]  # fmt: skip
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals, those of medians included."""
-        return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method, kind, layer and head: both sides' mean L1, their floor and the verdict.

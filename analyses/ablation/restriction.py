@@ -9,8 +9,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.pairing import common
-from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.pairing import common, group_settings
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -72,8 +71,10 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
-    groups = [[trace.run.configs[index] for index in group] for group in alike(trace.run, *_FREE)]
-    results = [_setting(trace, one, group, step) for group in groups for one in group[:] if _is_baseline(one, group)]
+    groups = group_settings(trace.run, *_FREE)
+    results = [
+        _setting(trace, config, group, step) for group in groups for config in group if _is_baseline(config, group)
+    ]
     if not results:
         names = ", ".join(dict.fromkeys(restriction_of(config) for config in trace.run.configs))
         msg = (
@@ -109,6 +110,7 @@ class Restriction(SettingsResult):
     SECTION = "ablation --restrictions"
     SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
     FIRST = "one set per"
+    HAS_MEDIANS = True
     IGNORED: ClassVar[tuple[str, ...]] = ("granularity",)
 
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
@@ -150,10 +152,6 @@ class Restriction(SettingsResult):
             text.TIES_NOTE,
             text.noise_floor_note(kind.floor_relative_median),
         ]  # fmt: skip
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals, those of medians included."""
-        return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per restriction, kind, layer and head: both sides' mean L1, their floor and the verdict.

@@ -120,35 +120,35 @@ class ConfigAssumption(Record):
         """Variable -> reading, in the order of `READINGS`."""
         return {name: getattr(self, name) for name in READINGS}
 
-    @derived(unit="share", heading="#σ > 0.5,\nstage 1", json=False)
+    @derived(
+        unit="share",
+        heading="#σ > 0.5,\nstage 1",
+        json=False,
+        interval=lambda config: config.sigma_stage1.share_interval,
+    )
     def stage1_share(self) -> float:
         """Heads in which stage 1 and the window hold more than 0.5 of the attention, mean over samples."""
         return self.sigma_stage1.share
 
-    @property
-    def stage1_share_interval(self) -> OptionalInterval:
-        """Interval of `stage1_share`, over samples."""
-        return self.sigma_stage1.share_interval
-
-    @derived(unit="share", heading="#σ > 0.5,\ntop ⌊αb⌋", json=False)
+    @derived(
+        unit="share",
+        heading="#σ > 0.5,\ntop ⌊αb⌋",
+        json=False,
+        interval=lambda config: config.sigma_topk.share_interval,
+    )
     def topk_share(self) -> float:
         """Heads in which the ⌊αb⌋ largest of A sum to more than 0.5, as the paper states σ, mean over samples."""
         return self.sigma_topk.share
 
-    @property
-    def topk_share_interval(self) -> OptionalInterval:
-        """Interval of `topk_share`, over samples."""
-        return self.sigma_topk.share_interval
-
-    @derived(unit="share", heading="#S > 0.5,\nall kept", json=False)
+    @derived(
+        unit="share",
+        heading="#S > 0.5,\nall kept",
+        json=False,
+        interval=lambda config: config.retained_mass.share_interval,
+    )
     def kept_share(self) -> float:
         """Heads in which S, all that is kept, exceeds 0.5, which the paper's figure 4 plots, mean over samples."""
         return self.retained_mass.share
-
-    @property
-    def kept_share_interval(self) -> OptionalInterval:
-        """Interval of `kept_share`, over samples."""
-        return self.retained_mass.share_interval
 
 
 def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, ...]:

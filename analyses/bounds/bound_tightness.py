@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -95,12 +94,6 @@ class BoundTightness(Result):
     def shown(self) -> tuple[Tightness, ...]:
         """The configurations of the selection, by α, then budget."""
         return tuple(self.configs[index] for index in side_indices(self.run, self.selection))
-
-    def with_selection(self, selection: str) -> BoundTightness:
-        """Return the result with another selection shown. Raises TraceError where the trace holds none of it."""
-        shown = [self.run.configs[index] for index in side_indices(self.run, selection)]
-        about = dataclasses.replace(self.identity, configs=tuple(shown))
-        return dataclasses.replace(self, selection=selection, identity=about)
 
     def conclusion(self) -> str:
         """Return by what factor θ̂ exceeds the perturbation, and whether it orders selections as that does."""

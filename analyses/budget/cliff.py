@@ -150,6 +150,7 @@ class Cliffs(Sequenced[Cliff], Result):
     SECTION = "budget --cliff"
     SHOWN = ("threshold", "budget", "cache_share", "megabytes", "over_first")
     FIRST = "method"
+    HAS_MEDIANS = True
 
     thresholds: tuple[float, ...] = column("rising", unit="nat")
     steps: int = column("decode steps over which each sample's KL is the mean")
@@ -194,10 +195,6 @@ class Cliffs(Sequenced[Cliff], Result):
             f"With everything kept KL is {self.kl_floor:.0e} nat (median).",
             text.cache_share_note(share for one in self.members for share in one.cache_shares),
         ]
-
-    def interval_note(self) -> str:
-        """Return the line on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method and budget: KL of the next token in nat, median and mean over samples, and caches."""

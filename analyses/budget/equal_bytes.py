@@ -17,7 +17,7 @@ from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, OptionalInterval, share_kind
+from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, OptionalInterval, share_kind
 from perturbkv.analyses.text import Case, Words, comparison, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -84,25 +84,15 @@ class Row(Record):
             return "evicted"
         return "both" if self.evicts else "quantised"
 
-    @derived(heading="#over evicting\nalone", json=False)
+    @derived(heading="#over evicting\nalone", json=False, interval=lambda row: row.ratio_interval)
     def over_evicting(self) -> float | None:
         """Last layer's propagated perturbation over that of evicting alone at the same bytes, ratio of both means."""
         return self.ratio if self.config.quantised else None
 
-    @property
-    def over_evicting_interval(self) -> OptionalInterval:
-        """Interval of that ratio."""
-        return self.ratio_interval
-
-    @derived(heading="#score, less\nevicting's", json=False, text=text.points)
+    @derived(heading="#score, less\nevicting's", json=False, text=text.points, interval=lambda row: row.gain_interval)
     def gain_over_evicting(self) -> float | None:
         """Score × 100 less that of evicting alone at the same bytes, sample by sample."""
         return self.gain if self.config.quantised else None
-
-    @property
-    def gain_over_evicting_interval(self) -> OptionalInterval:
-        """Interval of that difference."""
-        return self.gain_interval
 
 
 @record
@@ -166,10 +156,7 @@ class RowBuilder:
     def _ratio(self, index: int, base: int) -> tuple[float, OptionalInterval]:
         first, second = self._perturbation[:, base], self._perturbation[:, index]
 
-        def over(weights: Floats) -> Floats:
-            return np.asarray(ratio(weights @ second, weights @ first))
-
-        return float(ratio(second.sum(), first.sum())), intervals.of_statistic(over, len(first), RATIO)
+        return float(ratio(second.sum(), first.sum())), intervals.of_ratio(second, first)
 
 
 def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
@@ -229,6 +216,7 @@ class EqualBytes(Result):
 
     SECTION = "budget --bytes"
     SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
+    HAS_MEDIANS = True
 
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
     everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")
@@ -267,10 +255,6 @@ class EqualBytes(Result):
         ]
         return [*compared, *(Line("" if index else "everything kept", (row,))
                              for index, row in enumerate(self.everything))]  # fmt: skip
-
-    def interval_note(self) -> str:
-        """Return the line on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=True)
 
     def caveats(self) -> Sequence[str]:
         """Return which numbers of bits do not use a budget up, so that bytes are not equal there."""

@@ -19,7 +19,6 @@ from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
@@ -65,12 +64,6 @@ class HeadKind(Record):
     differences: Floats
     floor_relative_median: float = column("noise floor over ‖o_h‖, the median head", key="noise_floor_relative_median")
     floor_relative_max: float = column("the same of the head where it is largest", key="noise_floor_relative_max")
-
-    def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.noise_floor, self.verdict)}
-        if len(shapes) != 1:
-            msg = f"expected (layer, head) arrays of one shape, got {sorted(shapes)}"
-            raise TraceError(msg)
 
     @derived()
     def sign_flips(self) -> SignFlips:
@@ -167,11 +160,8 @@ def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInter
     """Return Σ treatment over Σ baseline of (sample, layer, head) values with its interval; NaN for a baseline of 0."""
     first, second = (part.sum(axis=(1, 2)) for part in (baseline, treatment))
 
-    def weighted_ratio(weights: Floats) -> Floats:
-        return np.asarray(ratio(weights @ second, weights @ first))
-
     value = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
-    return value, intervals.of_statistic(weighted_ratio, len(baseline), RATIO)
+    return value, intervals.of_ratio(second, first)
 
 
 def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:

@@ -16,6 +16,7 @@ from perturbkv.analyses.pairing import (
     Pair,
     Sides,
     check_sides,
+    configs_of,
     pair_columns,
     pair_names,
     pairs,
@@ -26,8 +27,7 @@ from perturbkv.analyses.pairing import (
 )
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.text import Case, comparisons, sample_note, sentence
-from perturbkv.analyses.verdicts import DISTANCES
-from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
@@ -67,15 +67,17 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         if not isinstance(index, slice):
             return self.members[index]
         members = self.members[index]
-        return HeadComparisons(members, replace(self.identity, configs=_configs(members)))
+        shown = configs_of((pair.baseline, pair.treatment) for pair in members)
+        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)))
 
     def conclusion(self) -> str:
         """Return by how much the treatments perturb more or less, propagated, and for one pair the share of heads."""
-        pairs, first = self._pairs(), self.members[0].propagated
+        pairs, first = self._pairs(), self.members[0]
         clause = comparisons(pairs, self._cases("propagated"))
-        heads = text.percent(first.better_share, first.better_share_interval)
+        heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        where = ["propagated, sum over heads", *share, *self._settings(), sample_note(self.identity.samples)]
+        terms = non_default_terms(first.distance, first.step)
+        where = ["propagated, sum over heads", *share, *terms, sample_note(self.identity.samples)]
         return sentence(f"{clause} ({'; '.join(where)})", *(side_names(*pair)[1] for pair in pairs))
 
     def title(self) -> str:
@@ -121,12 +123,6 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
     def _cases(self, kind: str) -> list[Case]:
         kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
         return [each.case(name) for name, each in zip(pair_names(self._pairs()), kinds, strict=True)]
-
-    def _settings(self) -> list[str]:
-        """Return the distance and the step, where they are not the default ones."""
-        first = self.members[0]
-        distance = [] if first.distance == "l1" else [str(DISTANCES[first.distance])]
-        return distance + ([f"step {first.step}"] if first.step else [])
 
     def _disagreement(self) -> list[str]:
         """Return in how many pairs isolated and propagated perturbation have different verdicts."""
@@ -203,12 +199,7 @@ def compare_heads(
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured = Measurements(trace, ANALYSIS, step)
     members = tuple(compare_pair(measured, identity(trace, pair, step), distance) for pair in chosen)
-    return HeadComparisons(members, identity(trace, _configs(members), step))
-
-
-def _configs(pairs: Sequence[HeadComparison]) -> tuple[EvictionConfig, ...]:
-    """Return every configuration once."""
-    return tuple(dict.fromkeys(side for pair in pairs for side in (pair.baseline, pair.treatment)))
+    return HeadComparisons(members, identity(trace, configs_of(chosen), step))
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

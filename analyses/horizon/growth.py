@@ -234,7 +234,7 @@ def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind:
     `tops`, `bottoms` and `held` are (sample, step).
     """
     by_step = [
-        _step_interval(top[rows], bottom[rows], kind)
+        intervals.of_ratio(top[rows], bottom[rows], kind)
         for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
     ]
     first = by_step[0]
@@ -244,10 +244,6 @@ def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind:
     low, high = (np.array([np.nan if step is None else getattr(step, end) for step in known])
                  for end in ("low", "high"))  # fmt: skip
     return Interval(low, high, first.kind)
-
-
-def _step_interval(top: Floats, bottom: Floats, kind: StatisticKind) -> OptionalInterval:
-    return intervals.of_statistic(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
 
 
 @record
@@ -313,7 +309,4 @@ def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, O
     """Return the ratio of (sample,) sums with its interval; NaN and None within noise."""
     if min(treatment.sum(), baseline.sum()) <= TIE_FLOORS * floor.sum():
         return float("nan"), None
-    interval = intervals.of_statistic(
-        lambda weights: np.asarray(ratio(weights @ treatment, weights @ baseline)), len(baseline), RATIO
-    )
-    return float(ratio(treatment.sum(), baseline.sum())), interval
+    return float(ratio(treatment.sum(), baseline.sum())), intervals.of_ratio(treatment, baseline)

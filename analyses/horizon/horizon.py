@@ -32,7 +32,7 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Pair, common, plural, short_names, side_indices, side_names
+from perturbkv.analyses.pairing import Pair, common, method_names, plural, side_indices, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
@@ -155,8 +155,7 @@ class Horizon(Result):
         return self._draw("Horizon.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, ConfigHorizon]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
-        return list(zip(names, self.configs, strict=True))
+        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
     def _pairs(self) -> list[Pair]:
         return [(advantage.baseline, advantage.treatment) for advantage in self.advantages]

@@ -125,7 +125,7 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
         medians=Quantities(np.median(drift, axis=0), np.median(kl, axis=0), same),
         means=Quantities(drift.mean(axis=0), kl.mean(axis=0), same),
         intervals=Bands(intervals.of_medians(drift), intervals.of_medians(kl), agreement),
-        mean_intervals=Bands(_mean_intervals(drift), _mean_intervals(kl), agreement),
+        mean_intervals=Bands(intervals.of_means(drift, POSITIVE), intervals.of_means(kl, POSITIVE), agreement),
         cliff=_cliff([config.budget for config in configs], kept[rising], np.median(kl, axis=0)),
     )
 
@@ -133,10 +133,6 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
 def _kept_share(measured: Measurements, index: int) -> float:
     """Return the mean share of the prompt's entries that a configuration keeps; in (0, 1]."""
     return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
-
-
-def _mean_intervals(array: Floats) -> Band:
-    return intervals.of_statistics(lambda weights: weights @ array, len(array), POSITIVE)
 
 
 def _share_intervals(same: NDArray[np.bool_]) -> Band:
@@ -168,6 +164,8 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     SECTION = "layers"
     KEY = "budgets"
     SHOWN = ("kept", "cache_share", "drift", "kl", "top1")
+    HAS_SHARES = True
+    HAS_MEDIANS = True
 
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
     distance: str = column("distance of the drift: l1, l2 or cosine")
@@ -200,10 +198,6 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
             for curve in self.members
             for index, budget in enumerate(curve.budgets)
         ]
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, exact=True, medians=True)
 
     def caveats(self) -> Sequence[str]:
         """Return why cache shares exceed 1, where some do."""

@@ -19,7 +19,6 @@ from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalIn
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 
@@ -95,12 +94,6 @@ class LayerDrift(DriftPair):
     verdict: NDArray[np.int8] = column("1 drifts less, 0 tied, −1 more; of the means, without a test", dims=LAYER)
     noise_floor: Floats | None = column("mean over samples, in the distance's unit", dims=LAYER)
 
-    def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_drift, self.treatment_drift, self.ratio, self.verdict)}
-        if len(shapes) != 1:
-            msg = f"expected (layer,) arrays of one shape, got {sorted(shapes)}"
-            raise TraceError(msg)
-
     @derived()
     def samples(self) -> int:
         """Complete samples that have the step."""
@@ -157,9 +150,9 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
         cache_shares=_cache_shares(measured, about),
         identity=about,
         baseline_drift=means[0],
-        baseline_drift_interval=mean_drift(first)[1],
+        baseline_drift_interval=intervals.of_means(first, POSITIVE),
         treatment_drift=means[1],
-        treatment_drift_interval=mean_drift(second)[1],
+        treatment_drift_interval=intervals.of_means(second, POSITIVE),
         baseline_median_drift=np.median(first, axis=0),
         baseline_median_drift_interval=intervals.of_medians(first),
         treatment_median_drift=np.median(second, axis=0),
@@ -175,7 +168,7 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
 
 def mean_drift(drift: Floats) -> tuple[Floats, Band]:
     """Return the (layer,) mean of (sample, layer) drift, with its interval."""
-    return drift.mean(axis=0), intervals.of_statistics(lambda weights: weights @ drift, len(drift), POSITIVE)
+    return drift.mean(axis=0), intervals.of_means(drift, POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
@@ -273,9 +266,7 @@ def compare_samples(measured: Measurements, about: RunIdentity, distance: str = 
         treatment_drift=second[order],
         verdict=verdict[order],
         mean_ratio=float(ratio(second.sum(), first.sum())),
-        mean_ratio_interval=intervals.of_statistic(
-            lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
-        ),
+        mean_ratio_interval=intervals.of_ratio(second, first),
         improved_share=float(improved.mean()),
         improved_share_interval=intervals.of_share(improved),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from perturbkv.analyses import text
@@ -38,7 +39,7 @@ from perturbkv.analyses.pairing import (
 from perturbkv.analyses.result import Result, Sequenced, Several
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
-from perturbkv.analyses.verdicts import DISTANCES
+from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
@@ -57,6 +58,7 @@ class _LayerTable(ABC):
         "mean_ratio",
         "layer_counts",
     )
+    HAS_MEDIANS = True
 
     @abstractmethod
     def _drifts(self) -> Sequence[LayerDrift]:
@@ -68,7 +70,11 @@ class _LayerTable(ABC):
         pairs = _pairs(drifts)
         clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
         layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
-        where = ["mean over samples", *([layers] if len(drifts) == 1 else []), *_settings(first)]
+        where = [
+            "mean over samples",
+            *([layers] if len(drifts) == 1 else []),
+            *non_default_terms(first.distance, first.step),
+        ]
         return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
 
     def title(self) -> str:
@@ -114,10 +120,6 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
     def _drifts(self) -> Sequence[LayerDrift]:
         return self.members
 
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=True)
-
     def caveats(self) -> Sequence[str]:
         """Return that only equal drifts tie, where the trace holds no noise floor."""
         known = self.members[0].noise_floor_known
@@ -152,12 +154,6 @@ def _pairs(drifts: Sequence[DriftPair]) -> list[Pair]:
 
 def _title(drifts: Sequence[DriftPair]) -> str:
     return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(_pairs(drifts))}"
-
-
-def _settings(drift: DriftPair) -> list[str]:
-    """Return the distance and the step, where they are not the default ones."""
-    distance = [] if drift.distance == "l1" else [str(DISTANCES[drift.distance])]
-    return distance + ([f"step {drift.step}"] if drift.step else [])
 
 
 def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
@@ -208,18 +204,14 @@ def layer_drift(
     for pairs in series:
         drifts = tuple(compare_layers(measured, identity(trace, pair, step), distance) for pair in pairs)
         members.append(DriftSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return LayerDrifts(tuple(members), _joint_identity(trace, series, step))
-
-
-def _joint_identity(trace: Trace, series: Sequence[Sequence[Pair]], step: int) -> RunIdentity:
-    """Return the identity of a trace with the configurations of all series, each once."""
-    return identity(trace, list(dict.fromkeys(config for pairs in series for config in configs_of(pairs))), step)
+    return LayerDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))
 
 
 class _SampleTable(ABC):
     """The conclusion, the title and the lines of single samples' drifts, of one series or of all."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
+    HAS_SHARES = True
 
     @abstractmethod
     def _drifts(self) -> Sequence[LastLayer]:
@@ -240,7 +232,11 @@ class _SampleTable(ABC):
             -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
             0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
         }
-        where = ["after the last layer", *_settings(first), f"n = {plural(first.identity.samples, 'sample')}"]
+        where = [
+            "after the last layer",
+            *non_default_terms(first.distance, first.step),
+            f"n = {plural(first.identity.samples, 'sample')}",
+        ]
         clause = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
         if first.identity.samples >= MIN_SAMPLES:
             clause = tally([interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts], words, "case")
@@ -270,10 +266,6 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
 
     def _drifts(self) -> Sequence[LastLayer]:
         return self.members
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, exact=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per budget × sample, largest drift of the baseline first; drifts in the distance's unit.
@@ -326,4 +318,4 @@ def last_layer(
     for pairs in series:
         drifts = tuple(compare_samples(measured, identity(trace, pair, step), distance) for pair in pairs)
         members.append(SampleSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return SampleDrifts(tuple(members), _joint_identity(trace, series, step))
+    return SampleDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))

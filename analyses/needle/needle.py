@@ -27,7 +27,7 @@ from perturbkv.analyses.needle.retrieval import (
     measures,
     retrieval,
 )
-from perturbkv.analyses.pairing import LEAST_CONFIGS, common, plural, short_names
+from perturbkv.analyses.pairing import LEAST_CONFIGS, common, method_names, plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
@@ -72,6 +72,7 @@ class Needle(Result):
     SECTION = "needle"
     SHOWN = ("cache_share", "score", "digits")
     FIRST = "method"
+    HAS_SHARES = True
 
     identity: RunIdentity
     samples: tuple[str, ...]
@@ -101,10 +102,6 @@ class Needle(Result):
     def lines(self) -> Sequence[Line]:
         """Return a line per method, the full cache first."""
         return [Line(name, (method,)) for name, method in self._methods()]
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, exact=True)
 
     def details(self) -> Sequence[Part]:
         """Return the share found by prompt length, all rank correlations, and why a cache share exceeds 1."""
@@ -141,7 +138,7 @@ class Needle(Result):
         return self._draw("Needle.plot_correlation", width_mm)
 
     def _names(self) -> list[str]:
-        return [name or "evicted" for name in short_names(self.identity.configs)]
+        return method_names(self.identity.configs)
 
     def _methods(self) -> list[tuple[str, Retrieval]]:
         return [("full cache", self.full), *zip(self._names(), self.methods, strict=True)]

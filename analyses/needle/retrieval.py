@@ -320,11 +320,5 @@ def _ranked(
 
 def _correlation(measure: str, outcome: str, measured: Floats, answers: Floats) -> RetrievalCorrelation:
     within = spearman(measured.T, answers.T) if len(answers) else np.empty(0)
-    known = within[~np.isnan(within)]
-    return RetrievalCorrelation(
-        measure=measure,
-        outcome=outcome,
-        rho=float(ratio(known.sum(), len(known))),
-        rho_interval=intervals.of_mean(known, CORRELATION),
-        deciding=len(known),
-    )
+    mean = intervals.estimate_mean(within, CORRELATION)
+    return RetrievalCorrelation(measure, outcome, mean.value, mean.interval, mean.prompts)

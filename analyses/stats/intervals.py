@@ -142,6 +142,18 @@ def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
     return of_statistic(lambda weights: weights @ known, len(known), kind)
 
 
+def of_means(per_sample: Floats, kind: StatisticKind) -> Band:
+    """Return the interval of each mean over samples of (sample, …) values."""
+    return of_statistics(lambda weights: weights @ per_sample, len(per_sample), kind)
+
+
+def of_ratio(numerators: Floats, denominators: Floats, kind: StatisticKind = RATIO) -> OptionalInterval:
+    """Return the interval of Σ numerators / Σ denominators, of (sample,) values each."""
+    return of_statistic(
+        lambda weights: np.asarray(ratio(weights @ numerators, weights @ denominators)), len(numerators), kind
+    )
+
+
 def of_median(per_sample: Floats) -> OptionalInterval:
     """Return the interval of the median over samples of (sample,) values, as `of_medians` has it."""
     medians = of_medians(per_sample)
@@ -320,8 +332,7 @@ def estimate_mean(each: Floats, kind: StatisticKind) -> Estimate:
     return Estimate(float(ratio(known.sum(), len(known))), of_mean(known, kind), len(known))
 
 
-def mean_where_known(each: Sequence[Floats]) -> Floats:
-    """Return (prompt,) mean of several (prompt,) values over those that are not NaN; NaN where all are."""
-    stacked = np.stack(each)
-    known = ~np.isnan(stacked)
-    return np.asarray(ratio(np.where(known, stacked, 0).sum(axis=0), known.sum(axis=0)))
+def mean_where_known(values: Sequence[Floats] | Floats, axis: int | tuple[int, ...] = 0) -> Floats:
+    """Return the mean along some axes over the numbers that are not NaN; NaN where all are."""
+    known = ~np.isnan(values)
+    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))

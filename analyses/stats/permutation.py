@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.stats.intervals import mean_where_known
 
 LEVEL = 0.05
 MOST_EXACT = 12
@@ -192,9 +193,11 @@ def prompt_permutation_null(tables: Sequence[Floats], permutations: PromptPermut
     rows = np.flatnonzero(~np.isnan([np.diag(table) for table in tables]).all(axis=0))
     if not len(rows):
         return PermutationNull(math.nan, math.nan, math.nan, 0, True)
-    permuted = np.stack([table[rows, permutations.indices[:, rows]] for table in tables])
-    expected = np.stack([_mean(np.where(permutations.same_dataset, table, np.nan)[rows], 1) for table in tables])
-    return _null(_mean(_mean(permuted, 0), 1), permutations.exact, float(_mean(_mean(expected, 0), 0)))
+    permuted = [table[rows, permutations.indices[:, rows]] for table in tables]
+    same = [np.where(permutations.same_dataset, table, np.nan)[rows] for table in tables]
+    expected = mean_where_known([mean_where_known(table, axis=1) for table in same])
+    means = mean_where_known(mean_where_known(permuted), axis=1)
+    return _null(means, permutations.exact, float(mean_where_known(expected)))
 
 
 def _all_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
@@ -212,12 +215,6 @@ def _drawn_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> N
     for group in groups:
         indices[:, group] = group[_drawn_orders(draw, len(group))]
     return indices
-
-
-def _mean(values: Floats, axis: int) -> Floats:
-    """Return the mean along an axis of the numbers that are not NaN."""
-    known = ~np.isnan(values)
-    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))
 
 
 def _permuted_sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
