@@ -33,8 +33,8 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
 
 
 def _prompt_keys(trace: Trace, index: int) -> list[str]:
-    """Return the keys that identify a prompt: its source and its name there, and a digest of its tokens if stored."""
-    keys = [json.dumps([_origin(trace), trace.sample_ids[index]])]
+    """Return the keys that identify a prompt: its source with its name there, and a digest of its tokens if stored."""
+    keys = [json.dumps([_prompt_source(trace), trace.sample_ids[index]])]
     if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
         start = int(trace.arrays["prompt_offset"][index])
         tokens = np.asarray(trace.arrays["prompt_token"][start : start + count], dtype=np.int32)
@@ -42,8 +42,8 @@ def _prompt_keys(trace: Trace, index: int) -> list[str]:
     return keys
 
 
-def _origin(trace: Trace) -> object:
-    """Return the digest of the user's file of prompts; without one, the data set, its options and the seed."""
+def _prompt_source(trace: Trace) -> object:
+    """Return what identifies a source of prompts: the digest of the user's file, else data set, options and seed."""
     options = trace.run.dataset_options
     if digest := options.get("file_sha256"):
         return digest
@@ -51,7 +51,7 @@ def _origin(trace: Trace) -> object:
 
 
 _SHARED = ("model", "revision", "scenario", "dtype", "cache")
-"""Settings that such traces share; those of one data set also share the use of a chat template."""
+"""Settings that traces must share to be analysed as one; those of one data set also share the chat template."""
 
 
 def as_traces(traces: Any) -> tuple[Trace, ...]:
@@ -78,6 +78,7 @@ def check_together(traces: Sequence[Trace], analysis: str) -> None:
 
 
 def _check_answers(trace: Trace, analysis: str) -> None:
+    """Raise TraceError where a trace holds no graded answers."""
     if not {"score", "score_full"} <= trace.arrays.keys():
         msg = (
             f"{analysis} needs graded answers, {_trace_name(trace)} holds none; make a trace that does: "
@@ -87,6 +88,7 @@ def _check_answers(trace: Trace, analysis: str) -> None:
 
 
 def _check_equal_settings(first: Trace, other: Trace) -> None:
+    """Raise TraceError where two traces differ in model, cache or another setting, or in their configurations."""
     shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
     different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
     if different:
@@ -103,4 +105,5 @@ def _check_equal_settings(first: Trace, other: Trace) -> None:
 
 
 def _trace_name(trace: Trace) -> str:
+    """Return the path of a trace, or its data set where it has none, for error messages."""
     return trace.source or f"a trace of {trace.run.dataset}"

@@ -73,7 +73,7 @@ class Outcome(ComparisonRow):
     def compare(
         cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
     ) -> Self:
-        """Return the outcome of a treatment, with `more` fields.
+        """Return the outcome of a treatment against a baseline; `more` are the fields that a subclass adds.
 
         Raises as `head_comparison.summarise` and `drift.summarise`.
         """
@@ -88,7 +88,7 @@ class Outcome(ComparisonRow):
 
 
 def field_values(comparison: HeadComparison) -> dict[str, Any]:
-    """Return a comparison's fields by name, as arguments for a subclass."""
+    """Return field -> value of a comparison, as keyword arguments for an object of a subclass."""
     return {field.name: getattr(comparison, field.name) for field in dataclasses.fields(comparison)}
 
 
@@ -116,7 +116,7 @@ class BaselineSetting(Record):
 
     @property
     def setting(self) -> str:
-        """The choices that all rows share, as a label writes them."""
+        """The choices that all rows share, in a label's notation."""
         raise NotImplementedError
 
     def lines(self) -> Sequence[Line]:
@@ -126,7 +126,7 @@ class BaselineSetting(Record):
 
 @record
 class OutcomeSetting(BaselineSetting):
-    """A setting whose rows are outcomes."""
+    """A setting whose rows have drift and KL, too, and the KL of its baseline."""
 
     rows: tuple[Outcome, ...] = column("one per configuration that is compared")
     kl_median: float = column(
@@ -137,7 +137,7 @@ class OutcomeSetting(BaselineSetting):
 
 
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
-    """Return the columns `kl_median` and `kl_median_interval` of one configuration. Raises as `Measurements`."""
+    """Return a configuration's median KL of the next token and its interval, by column. Raises as `Measurements`."""
     measurements = Measurements(trace, analysis, step)
     kl = measurements["logit_kl"][:, measurements.index(config)]
     return {"kl_median": float(np.median(kl)), "kl_median_interval": intervals.of_median(kl)}
@@ -151,7 +151,7 @@ class SettingsResult(Result):
         settings: one by one.
         step: decode step, from 0.
         identity: of the run, with the configurations of all settings.
-        IGNORED: choices that do not tell settings apart.
+        IGNORED: choices that names of settings leave out.
     """
 
     IGNORED: ClassVar[tuple[str, ...]] = ()
@@ -162,7 +162,7 @@ class SettingsResult(Result):
 
     @classmethod
     def from_settings(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
-        """Return the result of a trace's settings, with `more` fields."""
+        """Return the result of a trace's settings; `more` are the fields that a subclass adds."""
         configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
         return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
 
@@ -179,7 +179,7 @@ class SettingsResult(Result):
 
 
 def head_rows(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
-    """Return a data frame's rows, one per kind of perturbation, layer and head: configurations, labels, numbers."""
+    """Return a comparison's data frame rows, one per kind of perturbation, layer and head: labels, then numbers."""
     sides = {**config_columns(comparison.treatment), "baseline": comparison.baseline.label()}
     layers = [comparison.identity.layer(index) for index in range(len(comparison.flagged))]
     kinds = (comparison.isolated, comparison.propagated)

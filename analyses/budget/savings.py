@@ -68,7 +68,7 @@ class PairSavings(Result):
         clauses: dict[str, list[str]] = {}
         for one in self.measures:
             clauses.setdefault(_measure_clause(one, self.along), []).append(NAMES[one.measure])
-        parts = [f"by {text.joined_names(names)} {clause}" for clause, names in clauses.items()]
+        parts = [f"by {text.join_names(names)} {clause}" for clause, names in clauses.items()]
         return sentence(f"{where}{'; '.join(parts)} ({sample_note(self.identity.samples)})")
 
     def title(self) -> str:

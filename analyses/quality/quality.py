@@ -230,7 +230,7 @@ class Quality(Result):
 
 
 def _format_score(value: float, interval: Any) -> str:
-    return text.points(value, interval, apart="\n", end_digits=0)
+    return text.points(value, interval, separator="\n", end_digits=0)
 
 
 def _format_difference(one: ScoreDifference | None) -> str:
