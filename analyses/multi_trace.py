@@ -65,7 +65,7 @@ def as_traces(traces: Any) -> tuple[Trace, ...]:
     return members
 
 
-def check_together(traces: Sequence[Trace], analysis: str) -> None:
+def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
     """Raise TraceError for traces without graded answers, of different settings, or with a common prompt."""
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"

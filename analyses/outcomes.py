@@ -112,7 +112,7 @@ class BaselineSetting(Record):
     @derived(json=False, heading="#cache\nshare")
     def cache_share(self) -> float:
         """Entries that the baseline's cache holds over those of the full cache."""
-        return self.rows[0].held[0]
+        return self.rows[0].cache_shares[0]
 
     @property
     def setting(self) -> str:

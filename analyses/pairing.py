@@ -427,7 +427,7 @@ def _break_word(line: str, width: int) -> list[str]:
 
 LEAST_CONFIGS = 3
 """Smallest number of configurations that are ranked."""
-APART = ("granularity", "precision", "correction", "protect_first", "protect_recent")
+CACHE_SIZE_CHOICES = ("granularity", "precision", "correction", "protect_first", "protect_recent")
 """Choices that change the size of the cache: configurations are ranked only where they share these and the budget."""
 
 
@@ -436,7 +436,7 @@ def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]
 
     The name is the budget as the user gave it, then those of these choices of which there are several values.
     """
-    varied = [name for name in APART if len({getattr(config, name) for config in configs}) > 1]
+    varied = [name for name in CACHE_SIZE_CHOICES if len({getattr(config, name) for config in configs}) > 1]
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
         words = [_choice_text(name, getattr(config, name)) for name in varied]

@@ -160,7 +160,7 @@ class Restriction(SettingsResult):
         one. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         rows = [row for setting in self.settings for row in setting.rows]
-        return [head for row in rows for head in head_rows(row, name=row.name, held=row.held[1])]
+        return [head for row in rows for head in head_rows(row, name=row.name, held=row.cache_shares[1])]
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:

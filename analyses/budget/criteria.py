@@ -264,8 +264,8 @@ class Verdict(Record):
         return f"{self.criterion.format(tested.mean)} ({sign} {self.criterion.format(tested.bound)})"
 
 
-def worst(states: Iterable[str]) -> str:
-    """Return the worst of some states: NONE, then FEW, then SAFE."""
+def worst_state(states: Iterable[str]) -> str:
+    """Return the worst_state of some states: NONE, then FEW, then SAFE."""
     present = set(states)
     return next(state for state in (NONE, FEW, SAFE) if state in present)
 

@@ -19,7 +19,7 @@ from perturbkv.analyses.budget.criteria import (
     Verdict,
     criteria,
     verdict,
-    worst,
+    worst_state,
 )
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
@@ -121,7 +121,7 @@ class SafeBudget(Record):
     @derived()
     def state(self) -> str:
         """Worst of its limits: safe, too few samples, or none."""
-        return worst(one.state for one in self.verdicts)
+        return worst_state(one.state for one in self.verdicts)
 
     @property
     def safe(self) -> TestedBudget | None:
@@ -179,7 +179,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     @derived()
     def exit_code(self) -> int:
         """0 every selection has a safe budget, 1 one has none, 2 there are too few samples to decide."""
-        return _EXIT_CODES[worst(one.state for one in self.members)]
+        return _EXIT_CODES[worst_state(one.state for one in self.members)]
 
     def conclusion(self) -> str:
         """Return the smallest safe budgets, and why a selection has none."""

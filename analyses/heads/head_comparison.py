@@ -182,7 +182,7 @@ class HeadComparison(PairRecord, Record):
 
     Attributes:
         flagged: (layer, head) True where the treatment's mean σ is at most 0.5: no evidence for Theorem 3.
-        retained_mass, held: of baseline and treatment.
+        retained_mass, cache_shares: of baseline and treatment.
         prefill_seconds: of baseline's and treatment's own prefills, and of the full one; NaN where there is none.
         identity: of the run.
     """
@@ -197,7 +197,7 @@ class HeadComparison(PairRecord, Record):
     propagated: HeadKind = column("every earlier layer's error included")
     flagged: NDArray[np.bool_] = column("True where the treatment's mean σ ≤ 0.5", dims=HEADS, json=False)
     retained_mass: tuple[float, float]
-    held: tuple[float, float]
+    cache_shares: tuple[float, float]
     prefill_seconds: tuple[float, float, float]
     identity: RunIdentity
 
@@ -244,12 +244,12 @@ class HeadComparison(PairRecord, Record):
     @derived(key="held_over_full_baseline")
     def cache_share_baseline(self) -> float:
         """Entries that the baseline's cache holds over those of the full cache."""
-        return self.held[0]
+        return self.cache_shares[0]
 
     @derived(key="held_over_full_treatment", heading="#cache\nshare")
     def cache_share(self) -> float:
         """Entries that the treatment's cache holds over those of the full cache."""
-        return self.held[1]
+        return self.cache_shares[1]
 
     @derived(unit="s")
     def prefill_seconds_baseline(self) -> float | None:
@@ -296,7 +296,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
         propagated=kinds[1],
         flagged=flagged,
         retained_mass=(float(mass[sides[0]]), float(mass[sides[1]])),
-        held=(float(shares[sides[0]]), float(shares[sides[1]])),
+        cache_shares=(float(shares[sides[0]]), float(shares[sides[1]])),
         prefill_seconds=(float(seconds[sides[0]]), float(seconds[sides[1]]), full),
         identity=about,
     )

@@ -239,14 +239,6 @@ class LastLayer(DriftPair):
         return text.verdict_counts(self.verdict)
 
 
-def summarise_last_layer(
-    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
-) -> LastLayer:
-    """Compare the last layer's drift of two configurations in every complete sample. Raises as `summarise`."""
-    measured = Measurements(trace, LAST_LAYER_ANALYSIS, step)
-    return compare_samples(measured, identity(trace, (baseline, treatment), step), distance)
-
-
 def compare_samples(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LastLayer:
     """Compare the last layer's drift of an identity's two configurations by sample. Raises as `summarise`."""
     first, second = (side[:, -1] for side in _sides(measured, about, distance))
