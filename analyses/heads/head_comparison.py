@@ -28,7 +28,7 @@ HEADS = ("layer", "head")
 
 @record
 class HeadKind(Record):
-    """A baseline against a treatment in one kind of perturbation, isolated or propagated, head by head.
+    """A baseline against a treatment head by head, in isolated or in propagated perturbation.
 
     Attributes:
         name: isolated, propagated, or empty.
@@ -96,7 +96,7 @@ class HeadKind(Record):
         return float(self.treatment_mean.mean())
 
     def case(self, name: str = "") -> Case:
-        """Return the sum's ratio as a case of a comparison, tied where every head ties in every sample."""
+        """Return the ratio of sums as a named case of a comparison, tied where every head ties in every sample."""
         return Case(name, self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
 
     def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
@@ -165,13 +165,13 @@ def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInter
 
 
 def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:
-    """Return the share of better heads, mean over samples with its interval, of (sample, layer, head) verdicts."""
+    """Return the share of (sample, layer, head) verdicts that are 1, with its interval over samples."""
     better = (verdict == 1).reshape(len(verdict), -1)
     return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_kind(better.shape[1]))
 
 
 def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
-    """Return median and maximum over heads of mean noise floor over mean ‖o_h‖, of (sample, layer, head) each."""
+    """Return the noise floor over ‖o_h‖, sample means of (sample, layer, head) each: median head and largest."""
     middle, largest = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
     return float(middle), float(largest)
 
@@ -286,7 +286,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
     flagged = measured["sigma_stage1"][:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = measured["retained_mass"].mean(axis=(0, 2, 3))
     shares, (seconds, full) = measured.cache_shares, measured.prefill_seconds
-    kinds = [_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
+    kinds = [_head_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
     return HeadComparison(
         baseline=baseline,
         treatment=treatment,
@@ -302,9 +302,10 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
     )
 
 
-def _kind(
+def _head_kind(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int], flagged: NDArray[np.bool_]
 ) -> HeadKind:
+    """Return the comparison of two configurations, by index, in `isolated` or `propagated` perturbation."""
     both, floor = compared_perturbation(measured, kind, distance, sides)
     unit = distance_of(distance)
     norm = np.ones_like(floor) if unit.angular else measured[f"output_norm{unit.suffix}"]
@@ -314,7 +315,7 @@ def _kind(
 def compared_perturbation(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int]
 ) -> tuple[tuple[Floats, Floats], Floats]:
-    """Return baseline and treatment, and their noise floor: (sample, layer, head) each.
+    """Return the perturbation of baseline and treatment, and the noise floor: (sample, layer, head) each.
 
     Where kept sets imply equality, the treatment has the baseline's values. `kind` is isolated or propagated. Raises
     TraceError for what the trace lacks.
@@ -325,7 +326,7 @@ def compared_perturbation(
 
 
 def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> tuple[Floats, Floats]:
-    """Return (sample, config, layer, head) perturbation and (sample, layer, head) noise floor.
+    """Return a kind of perturbation, (sample, config, layer, head), and its noise floor, (sample, layer, head).
 
     Raises as `compared_perturbation`.
     """
@@ -335,6 +336,6 @@ def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> 
 
 
 def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return (sample, layer, head) of both sides from (sample, config, layer, head), made equal where `same`."""
+    """Return baseline and treatment of (sample, config, layer, head) values, made equal where `same` is True."""
     baseline = values[:, sides[0]]
     return baseline, np.where(same, baseline, values[:, sides[1]])

@@ -71,7 +71,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return HeadComparisons(members, replace(self.identity, configs=tuple(shown)))
 
     def conclusion(self) -> str:
-        """Return by how much the treatments perturb more or less, propagated, and for one pair the share of heads."""
+        """Return by how much the treatments perturb more or less, and for a single pair the share of better heads."""
         pairs, first = self._pairs(), self.members[0]
         clause = comparisons(pairs, self._cases("propagated"))
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
@@ -93,11 +93,11 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return where isolated perturbation disagrees, whether tests have any power, and where Theorem 3 is silent."""
+        """Return notes on isolated perturbation that disagrees, on tests without power, and on heads with σ ≤ 0.5."""
         return [*self._disagreement(), *self._power(), *self._flagged()]
 
     def details(self) -> Sequence[Part]:
-        """Return the definitions of tests, ties and floors, and the seconds of configurations' own prefills."""
+        """Return the definitions of tests, ties and noise floor, and the seconds of configurations' own prefills."""
         tests = self.members[0].propagated.sign_flips
         heads = tests.least_tests
         power = "no head can be decided" if not heads else f"{plural(heads, 'head')} must reach it"
@@ -118,14 +118,16 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [row for pair in self.members for kind in (pair.isolated, pair.propagated) for row in _rows(pair, kind)]
 
     def _pairs(self) -> list[Pair]:
+        """Return baseline and treatment of each comparison."""
         return [(pair.baseline, pair.treatment) for pair in self.members]
 
     def _cases(self, kind: str) -> list[Case]:
+        """Return the ratio of each comparison in `isolated` or `propagated` perturbation, as cases."""
         kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
         return [each.case(name) for name, each in zip(pair_names(self._pairs()), kinds, strict=True)]
 
     def _disagreement(self) -> list[str]:
-        """Return in how many pairs isolated and propagated perturbation have different verdicts."""
+        """Return the note on pairs whose isolated and propagated perturbation have different verdicts, if any."""
         verdicts = ([case.verdict for case in self._cases(kind)] for kind in _KINDS)
         different = sum(isolated != propagated for isolated, propagated in zip(*verdicts, strict=True))
         if not different or len(self) > 1:
@@ -134,16 +136,17 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
 
     def _power(self) -> list[str]:
-        """Return that no head can be significant, where there are too few samples for it."""
+        """Return the note that no head can be significant, where there are too few samples for it."""
         tests = self.members[0].propagated.sign_flips
         return [] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]
 
     def _flagged(self) -> list[str]:
+        """Return the note on heads with σ ≤ 0.5, where there are any."""
         flagged, heads = (sum(getattr(pair, name) for pair in self.members) for name in ("flagged_count", "heads"))
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
 
     def _prefills(self) -> list[str]:
-        """Return the seconds of configurations' own prefills and of the full one; nothing without such prefills."""
+        """Return the note on the seconds of configurations' own prefills and the full prefill, where there are such."""
         seconds = {
             config: own
             for pair in self.members
@@ -203,6 +206,7 @@ def compare_heads(
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:
+    """Return the data frame rows of one comparison in one kind of perturbation, one per layer and head."""
     sides = pair_columns(pair.baseline, pair.treatment)
     labels = {**sides, "distance": pair.distance, "step": pair.step, "kind": kind.name}
     layers, heads = (range(size) for size in kind.verdict.shape)

@@ -110,7 +110,7 @@ class LayerDrift(DriftPair):
         return text.verdict_counts(self.verdict)
 
     def after(self, layer: int) -> LayerRatio:
-        """Return both sides' drift after one layer, by its index."""
+        """Return both sides' drift after the layer at an index, with the ratio of means."""
         return LayerRatio(
             baseline_median=float(self.baseline_median_drift[layer]),
             treatment_median=float(self.treatment_median_drift[layer]),
@@ -120,7 +120,7 @@ class LayerDrift(DriftPair):
         )
 
     def case(self, name: str = "") -> Case:
-        """Return the last layer's ratio as a case of a comparison."""
+        """Return the ratio of mean drifts after the last layer as a named case of a comparison."""
         last = self.after(-1)
         return Case(name, last.mean_ratio, last.mean_ratio_interval, last.tied)
 
@@ -167,12 +167,12 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
 
 
 def mean_drift(drift: Floats) -> tuple[Floats, Band]:
-    """Return the (layer,) mean of (sample, layer) drift, with its interval."""
+    """Return the mean over samples of (sample, layer) drift, (layer,), with its interval."""
     return drift.mean(axis=0), intervals.of_means(drift, POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
-    """Return the (layer,) ratio of mean drifts of (sample, layer) each, with its interval; NaN for a baseline of 0."""
+    """Return the ratio of mean (sample, layer) drifts, (layer,), with its interval; NaN where the baseline's is 0."""
     means = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
     return means, intervals.of_statistics(
         lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO
@@ -180,19 +180,19 @@ def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
 
 
 def distances(measured: Measurements, distance: str) -> Floats:
-    """Return (sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
+    """Return the drift in a distance, (sample, config, layer). Raises UnknownNameError for an unknown distance."""
     distance_of(distance)
     return measured[f"hidden_drift_{distance}"]
 
 
 def floors(measured: Measurements, distance: str) -> Floats | None:
-    """Return the (sample, layer) noise floor of a distance; None where the trace holds none of it."""
+    """Return the noise floor of drift in a distance, (sample, layer); None where the trace lacks it."""
     name = f"hidden_noise_floor{distance_of(distance).suffix}"
     return None if VARIABLES[name].optional and name not in measured else measured[name]
 
 
 def _sides(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
-    """Return (sample, layer) drift of both configurations, equal where all kept sets up to the layer are equal."""
+    """Return both configurations' drift, (sample, layer), equal where all kept sets up to the layer are equal."""
     first, second = map(measured.index, about.configs)
     drift = distances(measured, distance)
     same = equal_layers(measured.trace, first, second)
@@ -200,12 +200,13 @@ def _sides(measured: Measurements, about: RunIdentity, distance: str) -> tuple[F
 
 
 def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, float]:
+    """Return the cache shares of an identity's two configurations."""
     first, second = (float(measured.cache_shares[measured.index(config)]) for config in about.configs)
     return first, second
 
 
 def _norms(measured: Measurements, distance: str) -> Floats | None:
-    """Return the (layer,) mean norm of the full run's residual stream; None for cosine, which is relative already."""
+    """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which is relative already."""
     name = f"hidden_norm{distance_of(distance).suffix}"
     return measured[name].mean(axis=0) if name in measured else None
 

@@ -49,7 +49,7 @@ _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
 class _LayerTable(ABC):
-    """The conclusion, the title and the lines of drifts after the last layer, of one series or of all."""
+    """The conclusion, title and table lines on drift by layer, shared by one series and several."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
@@ -78,7 +78,7 @@ class _LayerTable(ABC):
         return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
 
     def title(self) -> str:
-        """Return the distance and the sides."""
+        """Return the table's title: distance, baseline, treatments and shared choices."""
         return _title(self._drifts())
 
     def lines(self) -> Sequence[Line]:
@@ -118,10 +118,11 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
     identity: RunIdentity
 
     def _drifts(self) -> Sequence[LayerDrift]:
+        """Return the drifts, one per pair of configurations."""
         return self.members
 
     def caveats(self) -> Sequence[str]:
-        """Return that only equal drifts tie, where the trace holds no noise floor."""
+        """Return the note that only equal drifts tie, where the trace holds no noise floor."""
         known = self.members[0].noise_floor_known
         return [] if known else ["The trace holds no noise floor of this distance: only equal drifts are ties."]
 
@@ -145,23 +146,27 @@ class LayerDrifts(_LayerTable, Several[DriftSeries]):
         return tuple(drift for series in self.members for drift in series)
 
     def _drifts(self) -> Sequence[LayerDrift]:
+        """Return the drifts, one per pair of configurations."""
         return self.drifts
 
 
 def _pairs(drifts: Sequence[DriftPair]) -> list[Pair]:
+    """Return baseline and treatment of each drift."""
     return [(drift.baseline, drift.treatment) for drift in drifts]
 
 
 def _title(drifts: Sequence[DriftPair]) -> str:
+    """Return the title of a table of drifts: distance, sides and shared choices."""
     return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(_pairs(drifts))}"
 
 
 def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
-    """Return a sentence in which a treatment's name keeps its case at the beginning."""
+    """Return a clause as a sentence that may begin with a treatment's name as typed."""
     return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
 
 
 def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
+    """Return the data frame rows of a drift, one per layer."""
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
     arrays = drift.arrays(*LAYER)
     axes = {"layer": [drift.identity.layer(layer) for layer in range(len(drift.ratio))]}
@@ -208,7 +213,7 @@ def layer_drift(
 
 
 class _SampleTable(ABC):
-    """The conclusion, the title and the lines of single samples' drifts, of one series or of all."""
+    """The conclusion, title and table lines on single samples' drift, shared by one series and several."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
     HAS_SHARES = True
@@ -243,7 +248,7 @@ class _SampleTable(ABC):
         return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
 
     def title(self) -> str:
-        """Return the distance and the sides."""
+        """Return the table's title: distance, baseline, treatments and shared choices."""
         return _title(self._drifts())
 
     def lines(self) -> Sequence[Line]:
@@ -265,6 +270,7 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
     identity: RunIdentity
 
     def _drifts(self) -> Sequence[LastLayer]:
+        """Return the drifts, one per pair of configurations."""
         return self.members
 
     def records(self) -> list[dict[str, Any]]:
@@ -286,10 +292,12 @@ class SampleDrifts(_SampleTable, Several[SampleSeries]):
         return tuple(drift for series in self.members for drift in series)
 
     def _drifts(self) -> Sequence[LastLayer]:
+        """Return the drifts, one per pair of configurations."""
         return self.per_sample
 
 
 def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:
+    """Return the data frame rows of a drift, one per sample."""
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
     return list(long_form(labels, {"sample": drift.sample_ids}, drift.arrays(*SAMPLE)))
 
