@@ -25,14 +25,14 @@ _FREE = ("granularity", "granularity_block", "granularity_block_score")
 
 @record
 class Row(Outcome):
-    """One restriction, against one kept set of single entries per key/value head."""
+    """One restriction of kept sets against the baseline, one set of single entries per key/value head."""
 
     SECTION = "restriction row"
 
     @derived()
     def name(self) -> str:
-        """The restriction, as it is written: `layer(block=16)`."""
-        return restriction_of(self.treatment)
+        """The restriction in a label's notation: `layer(block=16)`."""
+        return restriction_text(self.treatment)
 
     @property
     def wider(self) -> bool:
@@ -53,7 +53,7 @@ class RestrictionSetting(OutcomeSetting):
 
     @property
     def setting(self) -> str:
-        """The choices that all rows share, as a label writes them."""
+        """The choices that all rows share, in a label's notation."""
         return common((self.baseline,), "granularity")
 
     def lines(self) -> Sequence[Line]:
@@ -61,13 +61,13 @@ class RestrictionSetting(OutcomeSetting):
         return [Line(f"{RESTRICTION_BASELINE} (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
 
 
-def restriction_of(config: EvictionConfig) -> str:
+def restriction_text(config: EvictionConfig) -> str:
     """Return the restriction of a configuration's kept sets as text: `layer(block=16)`."""
     return str(config.granularity.without(["reduce", "product"]))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
-    """Return one entry per setting of the trace.
+    """Return the settings of a trace, each with the baseline and at least one restriction.
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
@@ -76,7 +76,7 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
         _setting(trace, config, group, step) for group in groups for config in group if _is_baseline(config, group)
     ]
     if not results:
-        names = ", ".join(dict.fromkeys(restriction_of(config) for config in trace.run.configs))
+        names = ", ".join(dict.fromkeys(restriction_text(config) for config in trace.run.configs))
         msg = (
             f"{ANALYSIS} needs the granularity '{RESTRICTION_BASELINE}' of single entries and another one, alike in "
             f"all else; got a trace of {names}"
@@ -86,15 +86,18 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
 
 
 def _is_baseline(config: EvictionConfig, group: list[EvictionConfig]) -> bool:
+    """Return whether a configuration is the baseline of a group that has another one."""
     return config.granularity.name == RESTRICTION_BASELINE and config.block == 1 and len(group) > 1
 
 
-def _rank(config: EvictionConfig) -> tuple[int, int, str]:
-    return _ORDER.index(config.granularity.name), config.block, restriction_of(config)
+def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
+    """Return the sort key of a restriction: granularity, then size of block."""
+    return _ORDER.index(config.granularity.name), config.block, restriction_text(config)
 
 
 def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
-    treatments = sorted((config for config in group if config != baseline), key=_rank)
+    """Return the setting of a group: every other configuration against the baseline."""
+    treatments = sorted((config for config in group if config != baseline), key=_sort_key)
     return RestrictionSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
@@ -105,7 +108,7 @@ def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig]
 
 @record
 class Restriction(SettingsResult):
-    """Restricted kept sets in every setting that holds one per key/value head and something to compare with it."""
+    """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
     SECTION = "ablation --restrictions"
     SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
@@ -116,7 +119,7 @@ class Restriction(SettingsResult):
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
     def conclusion(self) -> str:
-        """Return by how much more restricted kept sets perturb, without sets per query head."""
+        """Return by how much more restricted kept sets perturb than the baseline; sets per query head do not count."""
         cases = self.cases()
         if not cases:
             return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
@@ -124,7 +127,7 @@ class Restriction(SettingsResult):
         return sentence(f"{clause} (propagated, all heads, equal budgets; {sample_note(self.identity.samples)})")
 
     def cases(self) -> list[Case]:
-        """Return the propagated ratio of every restriction in every setting."""
+        """Return the ratio of propagated perturbation of every restriction in every setting, as cases."""
         return [
             row.propagated.case(f"{where} {row.name}".strip())
             for where, setting in zip(self.setting_names(), self.settings, strict=True)
@@ -133,12 +136,12 @@ class Restriction(SettingsResult):
         ]
 
     def title(self) -> str:
-        """Return the baseline, and the choices of a single setting."""
+        """Return the table's title: the baseline, and the choices of a single setting."""
         where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the rows whose cache is larger."""
+        """Return the note on sets per query head, whose cache is larger, where there are any."""
         wider = any(row.wider for setting in self.settings for row in setting.rows)
         return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
 

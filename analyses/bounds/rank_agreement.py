@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.bounds.ratios import Bounded
+from perturbkv.analyses.bounds.ratios import Bounds
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import EVIDENCE, Floats
@@ -33,7 +33,7 @@ LEAST_SELECTIONS = 3
 
 @record
 class RankCorrelation(Record):
-    """Spearman's ρ between a bound and L across selections of the same head and sample."""
+    """Spearman's ρ between a bound and the perturbation L across selections, within each head and sample."""
 
     bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
     selections: tuple[str, ...] = column("selections that are ranked")
@@ -109,8 +109,8 @@ class RankAgreement(Record):
         return max(self.configs, key=lambda config: len(config.flat()))
 
 
-def compare_orders(bounds: Bounded, run: RunConfig) -> tuple[RankAgreement, ...]:
-    """Compare the order of bounds with that of L for each setting of a run."""
+def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
+    """Compare the order of selections by each bound with that by L, for each setting of several selections."""
     return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
@@ -124,18 +124,19 @@ class _Group:
     sigma: Floats
 
     def select(self, names: tuple[str, ...]) -> _Group:
-        """Return the arrays of some selections."""
+        """Return the group with the arrays of some of its selections."""
         indices = [self.names.index(name) for name in names]
         bounds = {bound: array[indices] for bound, array in self.bounds.items()}
         return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
     def evidence(self, bound: str) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) True where the bound is valid: θ̂ where every σ > 0.5, the others always."""
+        """Return (sample, layer, head) True where a bound is valid: θ̂ where every σ > 0.5, θ and 1 − S everywhere."""
         everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
-def _agreement(bounds: Bounded, group: dict[str, int]) -> RankAgreement:
+def _agreement(bounds: Bounds, group: dict[str, int]) -> RankAgreement:
+    """Return the agreement of bounds with L over a group: selection -> index of its configuration."""
     indices = list(group.values())
     samples = bounds.evicted[:, indices].all(axis=1)
     arrays = [
@@ -156,6 +157,7 @@ def _agreement(bounds: Bounded, group: dict[str, int]) -> RankAgreement:
 
 
 def _correlation(group: _Group, bound: str) -> RankCorrelation:
+    """Return Spearman's ρ between a bound and L over all selections of a group."""
     valid = group.evidence(bound)
     rho = np.where(valid, spearman(group.bounds[bound], group.perturbation), np.nan)
     per_sample = mean_where_known(rho, (1, 2))
@@ -177,6 +179,7 @@ def _correlation(group: _Group, bound: str) -> RankCorrelation:
 
 
 def _concordance(pair: _Group, bound: str) -> Concordance:
+    """Return how often the lower bound has the lower L, in a group of two selections."""
     limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
     differing = pair.evidence(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)

@@ -52,7 +52,7 @@ _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 @record
 class CacheSize(Record):
-    """The size of caches of one length and batch, in the model's shape and the run's number type."""
+    """The bytes of full caches of one length and batch, in the model's shape and the run's number type."""
 
     SECTION = "cache size"
 
@@ -68,9 +68,9 @@ class CacheSize(Record):
         return self.token_bytes * self.length * self.batch
 
     def evicted(self, config: EvictionConfig, cache_share: float) -> float:
-        """Return the bytes of the caches that a configuration evicts to; `cache_share` as on the trace's prompts.
+        """Return the bytes of a configuration's evicted caches; `cache_share` is that on the trace's prompts.
 
-        A budget in entries keeps as many at every length: the share then gives how many sets of them there are.
+        A budget in entries keeps as many at every length: the share then implies the number of kept sets.
         """
         if isinstance(config.budget.value, float):
             return self.full * cache_share
@@ -106,7 +106,7 @@ def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
 
 @record
 class SafeBudget(Record):
-    """One selection over its budgets.
+    """The verdicts of all limits on one selection over its budgets.
 
     Attributes:
         size: caches of the reader's length and batch, or None.
@@ -131,7 +131,7 @@ class SafeBudget(Record):
 
     @derived()
     def budget(self) -> Budget | None:
-        """Smallest at which every limit holds; an integer is entries, another number a share of the prompt."""
+        """Smallest budget at which every limit holds; an integer is entries, another number a share of the prompt."""
         return None if self.safe is None else self.safe.config.budget
 
     @derived()
@@ -182,18 +182,18 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         return _EXIT_CODES[worst_state(one.state for one in self.members)]
 
     def conclusion(self) -> str:
-        """Return the smallest safe budgets, and why a selection has none."""
+        """Return the smallest safe budget of each selection, or why it has none."""
         limits = " and ".join(str(one.criterion) for one in self[0].verdicts)
         samples = self.identity.samples
         safe = [f"{one.name} {one.safe.config.budget}" for one in self if one.safe is not None]
         missing = [_missing_clause(one, samples) for one in self if one.safe is None]
         shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
         return sentence(
-            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {plural(samples, 'sample')}): {shown}"
+            f"smallest budget with {limits} (95 % bounds{_kl_assumption(self)}, {plural(samples, 'sample')}): {shown}"
         )
 
     def title(self) -> str:
-        """Return what the table shows, and the caches whose bytes are counted."""
+        """Return the table's title, with the caches whose bytes are counted."""
         size = self.size
         caches = f"; caches of {size.length:,} entries × {size.batch:,} in {size.dtype}" if size else ""
         return f"smallest budget under each limit{caches}"
@@ -205,11 +205,11 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         ]
 
     def interval_note(self) -> str:
-        """Return n, and the kind and level of the bounds."""
-        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
+        """Return the note on the number of samples, and on the kind and level of the bounds."""
+        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_kl_assumption(self)}."
 
     def caveats(self) -> Sequence[str]:
-        """Return which answers cannot be lost, and that limits on steps say nothing about answers."""
+        """Return notes on answers that cannot be lost, on cache shares above 1, and on what limits do not bound."""
         names = [one.criterion.name for one in self[0].verdicts]
         shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
         return [
@@ -219,7 +219,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the share of samples above the limit, bounds, the order of the tests, and what caches hold."""
+        """Return a table of samples above the limit, and notes on the order of tests, the bounds and cache shares."""
         names = [one.criterion.name for one in self[0].verdicts]
         samples = self.identity.samples
         few = f"{samples} samples without any loss leave room for {_lossless_bound(samples):.3g} points"
@@ -249,13 +249,13 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         ]  # fmt: skip
 
 
-def _assumption(result: SafeBudgets) -> str:
-    """Return the assumption of KL's bound; empty without a limit on KL."""
+def _kl_assumption(result: SafeBudgets) -> str:
+    """Return the assumption of the bound on KL, as a phrase; empty without a limit on KL."""
     return ", of KL if lognormal" if any(one.criterion.name == "kl" for one in result[0].verdicts) else ""
 
 
 def _missing_clause(one: SafeBudget, samples: int) -> str:
-    """Return why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
+    """Return a clause on why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
     failing = next(limited for state in (NONE, FEW) for limited in one.verdicts if limited.state == state)
     largest, criterion = failing.budgets[0], failing.criterion
     where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
@@ -267,6 +267,7 @@ def _missing_clause(one: SafeBudget, samples: int) -> str:
 
 
 def _samples_clause(failing: Verdict, samples: int) -> str:
+    """Return a clause on how many samples it would take for a failed limit to pass."""
     if failing.samples_for is not None:
         return f"{failing.samples_for:,} samples like these would do"
     if samples < MIN_SAMPLES:
@@ -274,12 +275,13 @@ def _samples_clause(failing: Verdict, samples: int) -> str:
     return "more samples are needed, how many is unknown"
 
 
-def _format_gib(taken: float) -> str:
-    return f"{taken / _GIB:.3g}".replace("-", "−")
+def _format_gib(size: float) -> str:
+    """Return a number of bytes in GiB, as text without the unit."""
+    return f"{size / _GIB:.3g}".replace("-", "−")
 
 
 def _lossless_bound(samples: int) -> float:
-    """Return the drop in points that the bound allows for after so many samples without any loss."""
+    """Return the bound on the drop, in points, after a number of samples that lost nothing."""
     return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
 
 

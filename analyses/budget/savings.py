@@ -63,7 +63,7 @@ class PairSavings(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return by each measure whether budget is saved, in how many cases, and the least and the largest saving."""
+        """Return by each measure whether the treatment saves budget, in how many cases, and how much."""
         where = f"with {self.setting}, " if self.setting else ""
         clauses: dict[str, list[str]] = {}
         for one in self.measures:
@@ -72,7 +72,7 @@ class PairSavings(Result):
         return sentence(f"{where}{'; '.join(parts)} ({sample_note(self.identity.samples)})")
 
     def title(self) -> str:
-        """Return both sides."""
+        """Return the table's title, with both sides."""
         baseline, treatment = self.sides
         return f"budget that {treatment} saves over {baseline}"
 
@@ -81,7 +81,7 @@ class PairSavings(Result):
         return _lines([self])
 
     def caveats(self) -> Sequence[str]:
-        """Return what the sides are compared by where it is not the budget, and what `?` and large shares mean."""
+        """Return notes on a comparison by cache share, on `?` in the table, and on cache shares above 1."""
         flat = any(point.equivalent.flat for one in self.measures for point in one.points)
         return [
             *(["Compared by cache share: the sides keep other sets."] if self.along == "held" else []),
@@ -90,7 +90,7 @@ class PairSavings(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return both sides' values, how b* is found, where curves do not fall, and what cache shares are."""
+        """Return a table of both sides' values, and notes on b*, on curves that do not fall, and on cache shares."""
         names = [one.measure for one in self.measures]
         flat = any(point.equivalent.flat for one in self.measures for point in one.points)
         scores = [f"The full cache scores {one.full:.3g}." for one in self.measures if one.measure == "score"]
@@ -136,7 +136,7 @@ class Savings(Several[PairSavings]):
     identity: RunIdentity
 
     def title(self) -> str:
-        """Return all sides."""
+        """Return the table's title, with all sides."""
         baselines, treatments = (dict.fromkeys(one.sides[side] for one in self.members) for side in (0, 1))
         return f"budget that {' and '.join(treatments)} saves over {' and '.join(baselines)}"
 
@@ -146,13 +146,14 @@ class Savings(Several[PairSavings]):
 
 
 def _lines(members: Sequence[PairSavings]) -> list[Line]:
-    """Return a line per pair, measure and budget, named by what distinguishes the treatments' configurations."""
+    """Return a line per pair, measure and budget, with the short name of the treatment's configuration."""
     rows = [(one, point) for member in members for one in member.measures for point in one.points]
     names = short_names([point.config for _, point in rows])
     return [Line(name, (one, point)) for name, (one, point) in zip(names, rows, strict=True)]
 
 
 def _measure_clause(one: MeasuredSavings, along: str) -> str:
+    """Return a clause on whether the treatment saves budget by one measure, and how much."""
     baseline, treatment = side_names(one.baseline[0].config, one.points[0].config)
     verdicts = [_UNKNOWN if point.equivalent.flat else interval_verdict(point.saving_interval, 0)
                 for point in one.points]  # fmt: skip
@@ -168,6 +169,7 @@ def _measure_clause(one: MeasuredSavings, along: str) -> str:
 
 
 def _verdict_words(baseline: str, treatment: str) -> Words:
+    """Return verdict on a saving -> clause and short word."""
     return {
         1: (f"{treatment} saves budget over {baseline}", "saves"),
         -1: (f"{treatment} needs more budget than {baseline}", "needs more"),
@@ -177,10 +179,12 @@ def _verdict_words(baseline: str, treatment: str) -> Words:
 
 
 def _format_coordinate(point: Point, along: str) -> str:
+    """Return the coordinate of a point as text: its budget as given, or its cache share."""
     return str(point.config.budget) if along == "budget" else text.cache_share(point.at)
 
 
 def _pooling_notes(one: MeasuredSavings) -> Iterator[str]:
+    """Yield a note per side whose curve rises with the budget, so that budgets were pooled."""
     names = side_names(one.baseline[0].config, one.points[0].config)
     for name, rising in zip(names, (one.rising, one.treatment_rising), strict=True):
         where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in rising)
@@ -221,11 +225,11 @@ def savings(
     """
     sides = check_sides(trace, baseline, treatments)
     measured = Measurements(trace, ANALYSIS, step)
-    lost = measure_losses(measured, by)
+    losses = measure_losses(measured, by)
     pairs = [pair for treatment in sides for pair in paired_axes(measured, baseline, treatment)]
     settings = short_names([first.configs[0] for first, _ in pairs], "budget")
     members = tuple(
-        _pair_savings(lost, first, second, setting, step, identity(trace, [*first.configs, *second.configs], step))
+        _pair_savings(losses, first, second, setting, step, identity(trace, [*first.configs, *second.configs], step))
         for (first, second), setting in zip(pairs, settings, strict=True)
     )
     shown = dict.fromkeys(config for one in members for config in one.identity.configs)
@@ -233,15 +237,18 @@ def savings(
 
 
 def _pair_savings(
-    lost: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, run: RunIdentity
+    losses: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, run: RunIdentity
 ) -> PairSavings:
+    """Return the savings of one pair of curves by every measure."""
     along = "budget" if _comparable(baseline, treatment) else "held"
     first, second = (_locate(side, along) for side in (baseline, treatment))
-    return PairSavings(tuple(measured_savings(loss, first, second, along) for loss in lost), setting, along, step, run)
+    return PairSavings(
+        tuple(measured_savings(loss, first, second, along) for loss in losses), setting, along, step, run
+    )
 
 
 def _comparable(baseline: Axis, treatment: Axis) -> bool:
-    """Return whether equal budgets make caches of one size: as many kept sets, as large blocks, one unit."""
+    """Return whether equal budgets make caches of one size: equal granularity, block and unit of budgets."""
     first, second = (
         (config.granularity.name, config.block, config.budget.unit)
         for config in (baseline.configs[0], treatment.configs[0])
@@ -262,7 +269,7 @@ def check_budgets(configs: Sequence[EvictionConfig]) -> None:
 
 
 def _locate(axis: Axis, along: str) -> Axis:
-    """Return the curve with its coordinates, budgets or cache shares (`held`).
+    """Return the axis with its coordinates along `budget` or `held`, the cache share.
 
     Raises ConfigError as `check_budgets`, TraceError where cache shares are unknown or do not grow with the budget.
     """
@@ -278,6 +285,7 @@ def _locate(axis: Axis, along: str) -> Axis:
 
 
 def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
+    """Yield the data frame rows of one measure, one per budget of the treatment."""
     baseline = config_columns(one.baseline[0].config)
     for point in one.points:
         yield {
@@ -291,6 +299,7 @@ def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(point: Point) -> dict[str, Any]:
+    """Return the numbers of a point by data frame column."""
     equivalent, ends = point.equivalent, point.saving_interval
     return {
         "at": point.at,

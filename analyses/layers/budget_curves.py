@@ -107,7 +107,7 @@ class BudgetCurve(Record):
 
 
 def budget_curve(measured: Measurements, name: str, indices: Sequence[int], distance: str) -> BudgetCurve:
-    """Return the curve through the configurations at some indices of the trace. Raises TraceError for what the trace lacks."""
+    """Return the curve through the configurations at some indices. Raises TraceError for what the trace lacks."""
     kept = np.array([_kept_share(measured, index) for index in indices])
     rising = np.argsort(kept, kind="stable")
     ordered = [indices[index] for index in rising]

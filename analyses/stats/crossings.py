@@ -133,7 +133,7 @@ def last_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
 
 
 def first_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
-    """Return the budget at which a curve (budget,) first is below the threshold; 0 at the smallest, infinite nowhere."""
+    """Return the budget at which a curve (budget,) is first below the threshold; 0: the smallest, infinite: nowhere."""
     below = np.flatnonzero(curve < threshold)
     if not len(below):
         return inf

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from perturbkv.analyses.bounds import bound_tightness
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness as summarise
 from perturbkv.analyses.bounds.rank_agreement import RankAgreement, compare_orders
-from perturbkv.analyses.bounds.ratios import LEVELS, bounded
+from perturbkv.analyses.bounds.ratios import LEVELS, read_bounds
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.stats.rank_correlation import spearman
@@ -39,7 +39,7 @@ def one_config(**changes: Any) -> Trace:
 
 
 def rank_agreements(trace: Trace) -> tuple[RankAgreement, ...]:
-    return compare_orders(bounded(Measurements(trace, "bound-tightness")), trace.run)
+    return compare_orders(read_bounds(Measurements(trace, "bound-tightness")), trace.run)
 
 
 def test_ratios_are_those_of_each_sample_and_head() -> None:
