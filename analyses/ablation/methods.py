@@ -162,38 +162,44 @@ def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
     for group in _setting_groups(run):
         if base := baseline_of(group):
             plain = [
-                one for one in group if one.policy.name == BASELINE[0] and _control_key(one) in _control_keys(base, one)
+                config
+                for config in group
+                if config.policy.name == BASELINE[0] and _control_key(config) in _control_keys(base, config)
             ]
-            methods = [one for one in group if one not in plain]
-            keys = {key for one in methods for key in _control_keys(base, one)} - _control_keys(base, base)
-            controls |= {one for one in group if one.policy.name == BASELINE[0] and _control_key(one) in keys}
+            methods = [config for config in group if config not in plain]
+            keys = {key for config in methods for key in _control_keys(base, config)} - _control_keys(base, base)
+            controls |= {
+                config for config in group if config.policy.name == BASELINE[0] and _control_key(config) in keys
+            }
     return controls
 
 
 def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
     """Return the groups of configurations of equal budget and granularity."""
-    options = {name for one in run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
+    options = {name for config in run.configs for name in config.flat() if name.startswith(("policy_", "selection_"))}
     return group_settings(run, *_FREE, *options)
 
 
 def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
     """Return SnapKV's configuration with the fewest protected entries in a group; None where there is none."""
-    named = [one for one in group if (one.policy.name, one.selection.name) == BASELINE]
-    return min(named, key=lambda one: sum(protection(one) or ()), default=None)
+    named = [config for config in group if (config.policy.name, config.selection.name) == BASELINE]
+    return min(named, key=lambda config: sum(protection(config) or ()), default=None)
 
 
 def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
     """Return the configurations of a group that are neither the baseline nor a control of another one."""
-    controls = {key for one in group if one != base for key in _control_keys(base, one)}
+    controls = {key for config in group if config != base for key in _control_keys(base, config)}
     return [
-        one for one in group if one != base and (_control_key(one) not in controls or one.policy.name != BASELINE[0])
+        config
+        for config in group
+        if config != base and (_control_key(config) not in controls or config.policy.name != BASELINE[0])
     ]
 
 
 def _control_keys(base: EvictionConfig, config: EvictionConfig) -> set[tuple[Any, ...]]:
     """Return the keys (`_control_key`) by which the controls of a method are recognised."""
     controls = (control(base, config, name) for name in CONTROLS)
-    return {_control_key(one) for one in controls if one is not None}
+    return {_control_key(expected) for expected in controls if expected is not None}
 
 
 def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
@@ -206,12 +212,19 @@ def _setting(
     trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
 ) -> MethodSetting:
     """Return the setting of a group of configurations: its methods, or those in `only`, against the baseline."""
-    methods = [one for one in _methods(group, baseline) if not only or any(matches(one, name) for name in only)]
+    methods = [
+        config for config in _methods(group, baseline) if not only or any(matches(config, name) for name in only)
+    ]
     rows = [
         Row.compare(
-            trace, ANALYSIS, baseline, one, step, controls=_compare_with_controls(trace, baseline, one, group, step)
+            trace,
+            ANALYSIS,
+            baseline,
+            config,
+            step,
+            controls=_compare_with_controls(trace, baseline, config, group, step),
         )
-        for one in methods
+        for config in methods
     ]
     return MethodSetting(
         baseline=baseline,
@@ -236,11 +249,16 @@ def _compare_with_controls(
     trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int
 ) -> dict[str, HeadComparison]:
     """Return control -> comparison of a method with it, for the method's controls in the group."""
-    known = {_control_key(one): one for one in group if one != config}
-    expected = {name: control(baseline, config, name) for name in CONTROLS}
-    controls = {name: known.get(_control_key(one)) for name, one in expected.items() if one is not None}
+    by_key = {_control_key(member): member for member in group if member != config}
+    controls = {
+        name: by_key.get(_control_key(expected))
+        for name in CONTROLS
+        if (expected := control(baseline, config, name)) is not None
+    }
     return {
-        name: head_comparison.summarise(trace, one, config, step) for name, one in controls.items() if one is not None
+        name: head_comparison.summarise(trace, member, config, step)
+        for name, member in controls.items()
+        if member is not None
     }
 
 

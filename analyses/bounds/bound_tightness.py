@@ -58,7 +58,7 @@ class BoundTightness(Result):
         selection: the one whose bounds are shown.
         run: the run's choices.
         identity: of the run, with the configurations shown.
-        others: quantised or corrected configurations, to which the theorems do not apply.
+        left_out: quantised or corrected configurations, to which the theorems do not apply.
     """
 
     SECTION = "bound-tightness"
@@ -73,7 +73,7 @@ class BoundTightness(Result):
     step: int = column("decode step, from 0")
     run: RunConfig
     identity: RunIdentity
-    others: tuple[EvictionConfig, ...] = ()
+    left_out: tuple[EvictionConfig, ...] = ()
 
     @derived()
     def levels(self) -> tuple[float, ...]:
@@ -110,7 +110,7 @@ class BoundTightness(Result):
 
     def caveats(self) -> Sequence[str]:
         """Return the note on configurations that are left out, where there are any."""
-        return left_out_note(self.others)
+        return left_out_note(self.left_out)
 
     def details(self) -> Sequence[Part]:
         """Return the checked inequalities, further ratios, and the order of selections by each bound."""
@@ -237,7 +237,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         >>> result.shown[0].spreads["L/θ̂"].by_head.shape  # least, median and largest; layers; heads
         (3, 2, 2)
     """
-    trace, others = select_evicting(trace)
+    trace, left_out = select_evicting(trace)
     measured = Measurements(trace, ANALYSIS, step)
     bounds, shares = read_bounds(measured), measured.cache_shares
     return BoundTightness(
@@ -250,7 +250,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         step=step,
         run=trace.run,
         identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
-        others=others,
+        left_out=left_out,
     )
 
 

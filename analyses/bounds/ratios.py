@@ -71,24 +71,24 @@ def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
 
     Those are quantised or corrected. Raises TraceError where no configuration is left.
     """
-    others = tuple(config for config in trace.run.configs if not config.only_evicts)
-    if not others:
+    left_out = tuple(config for config in trace.run.configs if not config.only_evicts)
+    if not left_out:
         return trace, ()
-    if len(others) == len(trace.run.configs):
+    if len(left_out) == len(trace.run.configs):
         msg = (
             "expected an uncorrected configuration in full precision, as bounds speak of eviction alone, got "
-            f"{', '.join(config.label() for config in others)}"
+            f"{', '.join(config.label() for config in left_out)}"
         )
         raise TraceError(msg)
     part = trace.sel(where=lambda config: config.only_evicts)
-    return replace(part, source=trace.source, digest=trace.digest), others
+    return replace(part, source=trace.source, digest=trace.digest), left_out
 
 
-def left_out_note(others: Sequence[EvictionConfig]) -> list[str]:
+def left_out_note(left_out: Sequence[EvictionConfig]) -> list[str]:
     """Return the note on configurations that are left out, as a list; empty where there are none."""
-    labels = ", ".join(config.label() for config in others)
+    labels = ", ".join(config.label() for config in left_out)
     why = "bounds speak of eviction alone, not of few bits or corrected outputs"
-    return [f"Left out, as {why}: {labels}."] if others else []
+    return [f"Left out, as {why}: {labels}."] if left_out else []
 
 
 def read_bounds(measured: Measurements) -> Bounds:

@@ -75,7 +75,7 @@ def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[t
     else:
         chosen = list(dict.fromkeys((_curve_of(run, first, pair[0]), _curve_of(run, second, pair[1]))
                                     for pair in related))  # fmt: skip
-    return [(axis(measured, one), axis(measured, two)) for one, two in chosen]
+    return [(axis(measured, first), axis(measured, second)) for first, second in chosen]
 
 
 def above_full(shares: Iterable[float]) -> list[str]:

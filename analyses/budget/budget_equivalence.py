@@ -146,7 +146,7 @@ def median_equivalent_budgets(
 
     Arguments as of `equivalent_budgets`.
     """
-    sides = [np.stack([_make_falling(one[None])[0] for one in side]) for side in (baseline, treatment)]
+    sides = [np.stack([_make_falling(curve[None])[0] for curve in side]) for side in (baseline, treatment)]
     each = np.array(
         [
             [_budget_at(budgets, curve, float(aim), float(at), log=True) for at, aim in zip(own, levels, strict=True)]
@@ -157,10 +157,9 @@ def median_equivalent_budgets(
     band = intervals.of_medians(each)
     if band is None:
         return [EquivalentBudget(float(value), None) for value in middle]
-    ends = (band.at(index) for index in range(len(own)))
     return [
-        EquivalentBudget(float(value), Interval(min(one.low, budgets[-1]), max(one.high, budgets[0]), one.kind))
-        for value, one in zip(middle, ends, strict=True)
+        EquivalentBudget(float(value), Interval(min(ends.low, budgets[-1]), max(ends.high, budgets[0]), ends.kind))
+        for value, ends in zip(middle, map(band.at, range(len(own))), strict=True)
     ]
 
 
@@ -191,7 +190,7 @@ def _budget_at(budgets: Floats, curve: Floats, level: float, own: float, log: bo
 def _interpolation(budgets: Floats, tried: Floats) -> Floats:
     """Return weights that interpolate measured budgets at tried ones, linear in the logarithm, (tried, budget)."""
     logs = np.log(budgets)
-    return np.stack([np.interp(np.log(tried), logs, one) for one in np.eye(len(budgets))], axis=1)
+    return np.stack([np.interp(np.log(tried), logs, unit) for unit in np.eye(len(budgets))], axis=1)
 
 
 def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -> Callable[[Floats], Floats]:
@@ -426,7 +425,9 @@ def measured_savings(loss: Loss, baseline: Axis, treatment: Axis, along: str) ->
         measure=loss.name,
         full=loss.full,
         baseline=tuple(levels),
-        points=tuple(_point(level, one, levels, entries) for level, one in zip(own, equivalents, strict=True)),
+        points=tuple(
+            _point(level, equivalent, levels, entries) for level, equivalent in zip(own, equivalents, strict=True)
+        ),
         rising=_rising_pairs(loss, levels),
         treatment_rising=_rising_pairs(loss, own),
     )

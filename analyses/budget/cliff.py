@@ -118,7 +118,9 @@ def method_cliff(
         crossings=(),
         ratios=tuple(ratios),
     )
-    return dataclasses.replace(cliff, crossings=tuple(_sized_crossing(cliff, curves, one) for one in thresholds))
+    return dataclasses.replace(
+        cliff, crossings=tuple(_sized_crossing(cliff, curves, threshold) for threshold in thresholds)
+    )
 
 
 def _sized_crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
@@ -173,64 +175,66 @@ class Cliffs(Sequenced[Cliff], Result):
     def lines(self) -> Sequence[Line]:
         """Return a line per threshold and method."""
         return [
-            Line(one.name if len(self) > 1 else "", (one.crossings[index], self._ratio(one, index)))
+            Line(method.name if len(self) > 1 else "", (method.crossings[index], self._ratio(method, index)))
             for index in range(len(self.thresholds))
-            for one in self.members
+            for method in self.members
         ]
 
     def caveats(self) -> Sequence[str]:
         """Return notes on budgets without stage 1, and on curves that pass a threshold more than once."""
-        again = any(one.passes > 1 for member in self.members for one in member.crossings)
+        again = any(crossing.passes > 1 for method in self.members for crossing in method.crossings)
         mark = ["* The curve passes more than once: the largest budget counts."] if again else []
         return [*self._stage1_caveat(), *mark]
 
     def details(self) -> Sequence[Part]:
         """Return tables of all curves and of the crossings of means, and notes on how both are made."""
-        lines = [Line(one.name if index == 0 else "", (row,))
-                 for one in self.members for index, row in enumerate(one.by_budget())]  # fmt: skip
-        means = [Line(one.name, (passed, self._ratio(one, index)))
-                 for one in self.members for index, passed in enumerate(one.crossings)]  # fmt: skip
+        lines = [Line(method.name if index == 0 else "", (row,))
+                 for method in self.members for index, row in enumerate(method.by_budget())]  # fmt: skip
+        means = [Line(method.name, (crossing, self._ratio(method, index)))
+                 for method in self.members for index, crossing in enumerate(method.crossings)]  # fmt: skip
         return [
             columns.table("KL of the next token", lines, ("budget", "cache_share", "median", "mean"), self.FIRST),
             columns.table("crossings of the mean over samples", means, ("threshold", "mean_budget", "known"), "method"),
             _METHOD,
             *([f"KL is each sample's mean over its steps, at most {self.steps}."] if self.steps > 1 else []),
             f"With everything kept KL is {self.kl_floor:.0e} nat (median).",
-            text.cache_share_note(share for one in self.members for share in one.cache_shares),
+            text.cache_share_note(share for method in self.members for share in method.cache_shares),
         ]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method and budget: KL of the next token in nat, median and mean over samples, and caches."""
         return [
-            {"method": one.name, **config_columns(config), "held": float(one.cache_shares[index]),
-             "bytes": float(one.cache_bytes[index]), "median_kl": float(one.median[index]),
-             "mean_kl": float(one.mean[index])}
-            for one in self.members for index, config in enumerate(one.configs)
+            {"method": method.name, **config_columns(config), "held": float(method.cache_shares[index]),
+             "bytes": float(method.cache_bytes[index]), "median_kl": float(method.median[index]),
+             "mean_kl": float(method.mean[index])}
+            for method in self.members for index, config in enumerate(method.configs)
         ]  # fmt: skip
 
     def _threshold_clause(self, index: int, threshold: float) -> str:
         """Return a clause on the budgets from which on KL stays below a threshold, at an index."""
-        where = ", ".join(f"{one.crossings[index].budget.removeprefix('*')} with {one.name}" for one in self.members)
+        where = ", ".join(
+            f"{method.crossings[index].budget.removeprefix('*')} with {method.name}" for method in self.members
+        )
         first = self.members[0].name
-        ratios = [(one.name, one.ratios[index]) for one in self.members[1:]]
-        needs = [f"{name} needs {one.over_first} of {first}'s" for name, one in ratios if not isnan(one.ratio)]
+        ratios = [(method.name, method.ratios[index]) for method in self.members[1:]]
+        needs = [f"{name} needs {method.over_first} of {first}'s" for name, method in ratios if not isnan(method.ratio)]
         return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
 
-    def _ratio(self, one: Cliff, index: int) -> CrossingRatio:
+    def _ratio(self, method: Cliff, index: int) -> CrossingRatio:
         """Return the ratio of a method's crossing of a threshold to the first method's; 1 for the first itself."""
         samples = self.identity.samples
         return (
-            one.ratios[index]
-            if one.ratios
+            method.ratios[index]
+            if method.ratios
             else CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
         )
 
     def _stage1_caveat(self) -> list[str]:
         """Return the caveat on budgets at which stage 1 takes no entry, where there are any."""
         named = [
-            f"{one.name} b={config.budget} ({count} of {self.identity.samples} samples)"
-            for one in self.members
-            for config, count in zip(one.configs, one.unstaged, strict=True)
+            f"{method.name} b={config.budget} ({count} of {self.identity.samples} samples)"
+            for method in self.members
+            for config, count in zip(method.configs, method.unstaged, strict=True)
             if count
         ]
         return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
@@ -275,8 +279,8 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
 
 def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
     """Return thresholds of KL in nat, sorted. Raises ConfigError for none, one that is not positive, or one twice."""
-    for one in kl:
-        check_number("--kl", one)
+    for threshold in kl:
+        check_number("--kl", threshold)
     if not kl or min(kl) <= 0 or len({*kl}) < len(kl):
         msg = f"--kl takes different numbers above 0, in nat, such as 0.1,1; got {', '.join(map(str, kl)) or 'none'}"
         raise ConfigError(msg)
@@ -285,11 +289,11 @@ def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
 
 def _check_budgets(axes: Sequence[Axis]) -> None:
     """Raise TraceError where a method has too few budgets for a curve."""
-    for one in axes:
-        if len(one.at) < LEAST_BUDGETS:
-            got = ", ".join(f"{config.budget}" for config in one.configs)
+    for axis in axes:
+        if len(axis.at) < LEAST_BUDGETS:
+            got = ", ".join(f"{config.budget}" for config in axis.configs)
             msg = (
                 f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of every method, got {got} of "
-                f"{one.configs[0].policy.name}:{one.configs[0].selection.name}; without a trace it makes one of seven"
+                f"{axis.configs[0].policy.name}:{axis.configs[0].selection.name}; without a trace it makes one of seven"
             )
             raise TraceError(msg)

@@ -219,13 +219,13 @@ class Verdict(Record):
     @property
     def safe(self) -> TestedBudget | None:
         """The smallest budget that passed; None where the largest fails."""
-        passed = [one for one in self.budgets if one.tested and one.holds]
+        passed = [tested for tested in self.budgets if tested.tested and tested.holds]
         return passed[-1] if passed else None
 
     @property
     def failed(self) -> TestedBudget | None:
         """The first budget that failed; None where every one passed."""
-        return next((one for one in self.budgets if one.tested and not one.holds), None)
+        return next((tested for tested in self.budgets if tested.tested and not tested.holds), None)
 
     @derived(heading="limit", json=False)
     def limit_shown(self) -> str:
@@ -276,7 +276,7 @@ def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
     """Return the verdict of a limit on a curve; `each` is the limited quantity of the whole trace, (sample, config)."""
     tested: list[TestedBudget] = []
     for config, index, share in list(zip(curve.configs, curve.indices, curve.cache_shares, strict=True))[::-1]:
-        values, passed = each[:, index], all(one.holds for one in tested)
+        values, passed = each[:, index], all(larger.holds for larger in tested)
         bound = criterion.bound(values)
         tested.append(
             TestedBudget(

@@ -166,7 +166,7 @@ def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
     Raises TraceError where there is none.
     """
     alone = [index for index, config in enumerate(rows.configs) if not config.quantised and rows.evicts[index]]
-    compared = tuple(one for one in (_setting(rows, index) for index in alone) if len(one.rows) > 1)
+    compared = tuple(setting for setting in (_setting(rows, index) for index in alone) if len(setting.rows) > 1)
     if not compared:
         precisions = ", ".join(dict.fromkeys(str(config.precision) for config in rows.configs))
         msg = (
@@ -200,7 +200,7 @@ def _in_full_precision(config: EvictionConfig) -> EvictionConfig:
 
 def quantised_alone(rows: RowBuilder, compared: Sequence[Setting]) -> tuple[Row, ...]:
     """Return the rows of configurations outside the settings that evict nothing and store few bits."""
-    shown = {row.config for one in compared for row in one.rows}
+    shown = {row.config for setting in compared for row in setting.rows}
     indices = [
         index
         for index, config in enumerate(rows.configs)
@@ -232,11 +232,11 @@ class EqualBytes(Result):
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows of all settings, then those that keep everything."""
-        return (*(row for one in self.settings for row in one.rows), *self.everything)
+        return (*(row for setting in self.settings for row in setting.rows), *self.everything)
 
     def conclusion(self) -> str:
         """Return whether more entries of few bits perturb less than fewer of 16, per number of bits, and scores."""
-        bits = sorted({row.bits for one in self.settings for row in one.rows[1:]}, reverse=True)
+        bits = sorted({row.bits for setting in self.settings for row in setting.rows[1:]}, reverse=True)
         clauses = [comparison(f"storing {count} bits", "evicting alone", self._cases(count)) for count in bits]
         answers = filter(None, map(self._score_clause, bits))
         perturbed = f"at equal bytes {'; '.join(clauses)} (last layer, {sample_note(self.identity.samples)})"
@@ -250,18 +250,18 @@ class EqualBytes(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration, sorted by budget, then those that keep everything."""
-        names = short_names([one.baseline for one in self.settings])
+        names = short_names([setting.baseline for setting in self.settings])
         compared = [
             Line(name if index == 0 else "", (row,))
-            for name, one in zip(names, self.settings, strict=True)
-            for index, row in enumerate(one.rows)
+            for name, setting in zip(names, self.settings, strict=True)
+            for index, row in enumerate(setting.rows)
         ]
         return [*compared, *(Line("" if index else "everything kept", (row,))
                              for index, row in enumerate(self.everything))]  # fmt: skip
 
     def caveats(self) -> Sequence[str]:
         """Return the note on numbers of bits that store everything in fewer bytes than the budget, if there are any."""
-        bits = {row.bits for one in self.settings for row in one.rows[1:] if not row.evicts}
+        bits = {row.bits for setting in self.settings for row in setting.rows[1:] if not row.evicts}
         counts = ", ".join(str(count) for count in sorted(bits, reverse=True))
         return [f"Where {counts} bits hold everything they take less than the budget."] if bits else []
 
@@ -299,8 +299,8 @@ class EqualBytes(Result):
 
     def _cases(self, bits: int) -> list[Case]:
         """Return the ratio of perturbation to evicting alone in each setting, for a number of bits, as cases."""
-        rows = [(one, row) for one in self.settings for row in one.rows if row.bits == bits]
-        names = short_names([one.baseline for one, _ in rows])
+        rows = [(setting, row) for setting in self.settings for row in setting.rows if row.bits == bits]
+        names = short_names([setting.baseline for setting, _ in rows])
         return [
             Case(name, row.ratio, row.ratio_interval)
             for name, (_, row) in zip(names, rows, strict=True)
@@ -309,7 +309,7 @@ class EqualBytes(Result):
 
     def _score_clause(self, bits: int) -> str:
         """Return a clause on whether answers score higher with a number of bits; empty without answers."""
-        rows = [row for one in self.settings for row in one.rows if row.bits == bits and row.gain is not None]
+        rows = [row for setting in self.settings for row in setting.rows if row.bits == bits and row.gain is not None]
         if not rows:
             return ""
         words: Words = {
@@ -347,7 +347,7 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
     rows = RowBuilder(measured)
     compared = equal_byte_settings(rows)
     everything = quantised_alone(rows, compared)
-    configs = [row.config for one in compared for row in one.rows] + [row.config for row in everything]
+    configs = [row.config for setting in compared for row in setting.rows] + [row.config for row in everything]
     full = None if rows.scores is None else rows.scores.full
     return EqualBytes(
         settings=compared,

@@ -121,13 +121,13 @@ class SafeBudget(Record):
     @derived()
     def state(self) -> str:
         """Worst of its limits: safe, too few samples, or none."""
-        return worst_state(one.state for one in self.verdicts)
+        return worst_state(limited.state for limited in self.verdicts)
 
     @property
     def safe(self) -> TestedBudget | None:
         """The smallest budget at which every limit holds; None where one holds nowhere."""
-        known = [one.safe for one in self.verdicts if one.safe is not None]
-        return max(known, key=lambda one: one.config.budget.value) if len(known) == len(self.verdicts) else None
+        known = [limited.safe for limited in self.verdicts if limited.safe is not None]
+        return max(known, key=lambda tested: tested.config.budget.value) if len(known) == len(self.verdicts) else None
 
     @derived()
     def budget(self) -> Budget | None:
@@ -179,14 +179,14 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     @derived()
     def exit_code(self) -> int:
         """0 every selection has a safe budget, 1 one has none, 2 there are too few samples to decide."""
-        return _EXIT_CODES[worst_state(one.state for one in self.members)]
+        return _EXIT_CODES[worst_state(selection.state for selection in self.members)]
 
     def conclusion(self) -> str:
         """Return the smallest safe budget of each selection, or why it has none."""
-        limits = " and ".join(str(one.criterion) for one in self[0].verdicts)
+        limits = " and ".join(str(limited.criterion) for limited in self[0].verdicts)
         samples = self.identity.samples
-        safe = [f"{one.name} {one.safe.config.budget}" for one in self if one.safe is not None]
-        missing = [_missing_clause(one, samples) for one in self if one.safe is None]
+        safe = [f"{selection.name} {selection.safe.config.budget}" for selection in self if selection.safe is not None]
+        missing = [_missing_clause(selection, samples) for selection in self if selection.safe is None]
         shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
         return sentence(
             f"smallest budget with {limits} (95 % bounds{_kl_assumption(self)}, {plural(samples, 'sample')}): {shown}"
@@ -201,7 +201,9 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     def lines(self) -> Sequence[Line]:
         """Return a line per limit and selection."""
         return [
-            Line(one.name, (one.verdicts[index], one)) for index in range(len(self[0].verdicts)) for one in self.members
+            Line(selection.name, (selection.verdicts[index], selection))
+            for index in range(len(self[0].verdicts))
+            for selection in self.members
         ]
 
     def interval_note(self) -> str:
@@ -210,8 +212,8 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def caveats(self) -> Sequence[str]:
         """Return notes on answers that cannot be lost, on cache shares above 1, and on what limits do not bound."""
-        names = [one.criterion.name for one in self[0].verdicts]
-        shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
+        names = [limited.criterion.name for limited in self[0].verdicts]
+        shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
             *measurements.first_token_caveat(self.alike, self.identity.samples),
             *above_full(shares),
@@ -220,13 +222,15 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def details(self) -> Sequence[Part]:
         """Return a table of samples above the limit, and notes on the order of tests, the bounds and cache shares."""
-        names = [one.criterion.name for one in self[0].verdicts]
+        names = [limited.criterion.name for limited in self[0].verdicts]
         samples = self.identity.samples
         few = f"{samples} samples without any loss leave room for {_lossless_bound(samples):.3g} points"
-        kl = [Line(one.name, (limited,)) for one in self for limited in one.verdicts if limited.above]
-        shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
+        kl = [Line(selection.name, (limited,)) for selection in self for limited in selection.verdicts if limited.above]
+        shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         if self.size is not None:
-            shares += [one.evicted_bytes / self.size.full for one in self if one.evicted_bytes is not None]
+            shares += [
+                selection.evicted_bytes / self.size.full for selection in self if selection.evicted_bytes is not None
+            ]
         return [
             *([columns.table("KL above the limit", kl, ("budget", "above"), self.FIRST)] if kl else []),
             _ORDER,
@@ -242,28 +246,28 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
         """
         return [
-            {"name": one.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
+            {"name": selection.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
              "held": at.cache_share, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
              "holds": int(at.holds)}
-            for one in self.members for limited in one.verdicts for at in limited.budgets
+            for selection in self.members for limited in selection.verdicts for at in limited.budgets
         ]  # fmt: skip
 
 
 def _kl_assumption(result: SafeBudgets) -> str:
     """Return the assumption of the bound on KL, as a phrase; empty without a limit on KL."""
-    return ", of KL if lognormal" if any(one.criterion.name == "kl" for one in result[0].verdicts) else ""
+    return ", of KL if lognormal" if any(limited.criterion.name == "kl" for limited in result[0].verdicts) else ""
 
 
-def _missing_clause(one: SafeBudget, samples: int) -> str:
+def _missing_clause(selection: SafeBudget, samples: int) -> str:
     """Return a clause on why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
-    failing = next(limited for state in (NONE, FEW) for limited in one.verdicts if limited.state == state)
+    failing = next(limited for state in (NONE, FEW) for limited in selection.verdicts if limited.state == state)
     largest, criterion = failing.budgets[0], failing.criterion
     where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
     if failing.state == NONE:
-        return f"{one.name} has none: {where} {criterion.format_with_unit(largest.mean)}"
+        return f"{selection.name} has none: {where} {criterion.format_with_unit(largest.mean)}"
     bound = "has no bound yet" if np.isinf(largest.bound) else f"may be {criterion.format(largest.bound)}"
     more = _samples_clause(failing, samples)
-    return f"{one.name} is undecided: {where} {criterion.format(largest.mean)} and {bound}, {more}"
+    return f"{selection.name} is undecided: {where} {criterion.format(largest.mean)} and {bound}, {more}"
 
 
 def _samples_clause(failing: Verdict, samples: int) -> str:

@@ -66,8 +66,8 @@ class PairSavings(Result):
         """Return by each measure whether the treatment saves budget, in how many cases, and how much."""
         where = f"with {self.setting}, " if self.setting else ""
         clauses: dict[str, list[str]] = {}
-        for one in self.measures:
-            clauses.setdefault(_measure_clause(one, self.along), []).append(NAMES[one.measure])
+        for measured in self.measures:
+            clauses.setdefault(_measure_clause(measured, self.along), []).append(NAMES[measured.measure])
         parts = [f"by {text.join_names(names)} {clause}" for clause, names in clauses.items()]
         return sentence(f"{where}{'; '.join(parts)} ({sample_note(self.identity.samples)})")
 
@@ -82,18 +82,21 @@ class PairSavings(Result):
 
     def caveats(self) -> Sequence[str]:
         """Return notes on a comparison by cache share, on `?` in the table, and on cache shares above 1."""
-        flat = any(point.equivalent.flat for one in self.measures for point in one.points)
+        flat = any(point.equivalent.flat for measured in self.measures for point in measured.points)
         return [
             *(["Compared by cache share: the sides keep other sets."] if self.along == "held" else []),
             *(["?: the baseline's curve is flat there."] if flat else []),
-            *above_full(level.cache_share for one in self.measures for level in one.points),
+            *above_full(level.cache_share for measured in self.measures for level in measured.points),
         ]
 
     def details(self) -> Sequence[Part]:
         """Return a table of both sides' values, and notes on b*, on curves that do not fall, and on cache shares."""
-        names = [one.measure for one in self.measures]
-        flat = any(point.equivalent.flat for one in self.measures for point in one.points)
-        scores = [f"The full cache scores {one.full:.3g}." for one in self.measures if one.measure == "score"]
+        names = [measured.measure for measured in self.measures]
+        shown = [level for measured in self.measures for level in (*measured.baseline, *measured.points)]
+        flat = any(point.equivalent.flat for measured in self.measures for point in measured.points)
+        scores = [
+            f"The full cache scores {measured.full:.3g}." for measured in self.measures if measured.measure == "score"
+        ]
         levels = columns.table("values of both sides", self.lines(), ("caption", "level", "baseline_level"), self.FIRST)
         return [
             levels,
@@ -102,13 +105,15 @@ class PairSavings(Result):
               if "kl" in names else []),
             *([_FLAT] if flat else []),
             *scores,
-            *(line for one in self.measures for line in _pooling_notes(one)),
-            text.cache_share_note(level.cache_share for one in self.measures for level in (*one.baseline, *one.points)),
+            *(line for measured in self.measures for line in _pooling_notes(measured)),
+            text.cache_share_note(level.cache_share for level in shown),
         ]  # fmt: skip
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=any(one.measure == "kl" for one in self.measures))
+        return text.intervals_note(
+            self.identity.samples, medians=any(measured.measure == "kl" for measured in self.measures)
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per measure and budget of the treatment.
@@ -118,7 +123,7 @@ class PairSavings(Result):
         where its curve begins or ends. `both`: no budget measured can be distinguished from it. `reason` says it in
         words.
         """
-        return [row for one in self.measures for row in _rows(one, self.along)]
+        return [row for measured in self.measures for row in _rows(measured, self.along)]
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -137,7 +142,7 @@ class Savings(Several[PairSavings]):
 
     def title(self) -> str:
         """Return the table's title, with all sides."""
-        baselines, treatments = (dict.fromkeys(one.sides[side] for one in self.members) for side in (0, 1))
+        baselines, treatments = (dict.fromkeys(pair.sides[side] for pair in self.members) for side in (0, 1))
         return f"budget that {' and '.join(treatments)} saves over {' and '.join(baselines)}"
 
     def lines(self) -> Sequence[Line]:
@@ -147,17 +152,17 @@ class Savings(Several[PairSavings]):
 
 def _lines(members: Sequence[PairSavings]) -> list[Line]:
     """Return a line per pair, measure and budget, with the short name of the treatment's configuration."""
-    rows = [(one, point) for member in members for one in member.measures for point in one.points]
+    rows = [(measured, point) for member in members for measured in member.measures for point in measured.points]
     names = short_names([point.config for _, point in rows])
-    return [Line(name, (one, point)) for name, (one, point) in zip(names, rows, strict=True)]
+    return [Line(name, (measured, point)) for name, (measured, point) in zip(names, rows, strict=True)]
 
 
-def _measure_clause(one: MeasuredSavings, along: str) -> str:
+def _measure_clause(measured: MeasuredSavings, along: str) -> str:
     """Return a clause on whether the treatment saves budget by one measure, and how much."""
-    baseline, treatment = side_names(one.baseline[0].config, one.points[0].config)
+    baseline, treatment = side_names(measured.baseline[0].config, measured.points[0].config)
     verdicts = [_UNKNOWN if point.equivalent.flat else interval_verdict(point.saving_interval, 0)
-                for point in one.points]  # fmt: skip
-    known = [point for point in one.points if point.equivalent.beyond not in ("flat", "both")]
+                for point in measured.points]  # fmt: skip
+    known = [point for point in measured.points if point.equivalent.beyond not in ("flat", "both")]
     names = [f"{_UNITS[along]} {_format_coordinate(point, along)}" for point in known]
     sizes = extremes(
         [(name, point.least_saving, point.saved.replace("\n", " ")) for name, point in zip(names, known, strict=True)]
@@ -183,13 +188,13 @@ def _format_coordinate(point: Point, along: str) -> str:
     return str(point.config.budget) if along == "budget" else text.cache_share(point.at)
 
 
-def _pooling_notes(one: MeasuredSavings) -> Iterator[str]:
+def _pooling_notes(measured: MeasuredSavings) -> Iterator[str]:
     """Yield a note per side whose curve rises with the budget, so that budgets were pooled."""
-    names = side_names(one.baseline[0].config, one.points[0].config)
-    for name, rising in zip(names, (one.rising, one.treatment_rising), strict=True):
+    names = side_names(measured.baseline[0].config, measured.points[0].config)
+    for name, rising in zip(names, (measured.rising, measured.treatment_rising), strict=True):
         where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in rising)
         if rising:
-            yield f"By {NAMES[one.measure]} {name} does worse with more budget from {where}: pooled."
+            yield f"By {NAMES[measured.measure]} {name} does worse with more budget from {where}: pooled."
 
 
 def savings(
@@ -232,7 +237,7 @@ def savings(
         _pair_savings(losses, first, second, setting, step, identity(trace, [*first.configs, *second.configs], step))
         for (first, second), setting in zip(pairs, settings, strict=True)
     )
-    shown = dict.fromkeys(config for one in members for config in one.identity.configs)
+    shown = dict.fromkeys(config for member in members for config in member.identity.configs)
     return Savings(members, identity(trace, list(shown), step))
 
 
@@ -284,12 +289,12 @@ def _locate(axis: Axis, along: str) -> Axis:
     return located
 
 
-def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
+def _rows(measured: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
     """Yield the data frame rows of one measure, one per budget of the treatment."""
-    baseline = config_columns(one.baseline[0].config)
-    for point in one.points:
+    baseline = config_columns(measured.baseline[0].config)
+    for point in measured.points:
         yield {
-            "measure": one.measure,
+            "measure": measured.measure,
             **config_columns(point.config),
             **{f"baseline_{name}": value for name, value in baseline.items() if name in SIDE},
             "along": along,

@@ -138,7 +138,7 @@ def _kept_share(measured: Measurements, index: int) -> float:
 def _share_intervals(same: NDArray[np.bool_]) -> Band:
     """Return the exact interval of the share of True per budget, of (sample, budget) booleans."""
     known = [interval for interval in map(intervals.of_share, same.T) if interval]
-    return Interval(np.array([one.low for one in known]), np.array([one.high for one in known])) if known else None
+    return Interval(np.array([ends.low for ends in known]), np.array([ends.high for ends in known])) if known else None
 
 
 def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
