@@ -1,4 +1,4 @@
-"""Checks of several traces that are analysed as one: graded answers, one model, equal configurations, distinct prompts.
+"""Checks of several traces that are analysed as one: one model, equal configurations, distinct prompts.
 
 The same prompt can be in two traces under different names of its file, its data set or its metric.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -66,25 +67,13 @@ def as_traces(traces: Any) -> tuple[Trace, ...]:
 
 
 def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
-    """Raise TraceError for traces without graded answers, of different settings, or with a common prompt."""
+    """Raise TraceError for no trace, and for traces of different settings or with a common prompt."""
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"
         raise TraceError(msg)
-    for index, trace in enumerate(traces):
-        _check_answers(trace, analysis)
-        for other in traces[:index]:
-            _check_equal_settings(other, trace)
+    for first, other in combinations(traces, 2):
+        _check_equal_settings(first, other)
     check_no_duplicate_prompts(traces, _trace_name)
-
-
-def _check_answers(trace: Trace, analysis: str) -> None:
-    """Raise TraceError where a trace holds no graded answers."""
-    if not {"score", "score_full"} <= trace.arrays.keys():
-        msg = (
-            f"{analysis} needs graded answers, {_trace_name(trace)} holds none; make a trace that does: "
-            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
-        )
-        raise TraceError(msg)
 
 
 def _check_equal_settings(first: Trace, other: Trace) -> None:

@@ -82,7 +82,7 @@ class HeadKind(Record):
 
     @derived()
     def worsened(self) -> int:
-        """Heads whose mean is higher."""
+        """Heads whose mean over samples is higher than the baseline's by more than rounding."""
         return int((self.verdict == -1).sum())
 
     @derived(key="baseline_mean")
@@ -228,7 +228,7 @@ class HeadComparison(PairRecord, Record):
 
     @derived()
     def flagged_heads(self) -> list[str]:
-        """Layer-head where the treatment's mean σ ≤ 0.5: no evidence for Theorem 3."""
+        """Heads, as layer-head, whose treatment's mean σ ≤ 0.5: no evidence for Theorem 3."""
         return [f"{self.identity.layer(layer)}-{head}" for layer, head in np.argwhere(self.flagged)]
 
     @derived(unit="share")

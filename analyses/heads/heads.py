@@ -81,7 +81,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return sentence(f"{clause} ({'; '.join(where)})", *(side_names(*pair)[1] for pair in pairs))
 
     def title(self) -> str:
-        """Return the distance, both sides, and what all configurations share."""
+        """Return the table's title: distance, sides, and the choices that all configurations share."""
         return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(self._pairs())}"
 
     def lines(self) -> Sequence[Line]:

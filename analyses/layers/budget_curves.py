@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import pairing, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.layers.drift import distances
+from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.pairing import Sides, check_sides, common, plural, sweeps
 from perturbkv.analyses.result import Result, Sequenced
@@ -113,7 +113,7 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
     ordered = [indices[index] for index in rising]
     drift, kl, top1 = (
         array[:, ordered]
-        for array in (distances(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
+        for array in (drift_values(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
     )
     configs, same = tuple(measured.trace.run.configs[index] for index in ordered), top1.mean(axis=0)
     agreement = _share_intervals(top1 > 0)
@@ -187,7 +187,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
 
     def title(self) -> str:
-        """Return the distance, and what all configurations share."""
+        """Return the table's title: the distance, and the choices that all configurations share."""
         shared = common(self.identity.configs, "budget")
         return f"{DISTANCES[self.distance]} drift after the last layer and next token by budget: {shared}"
 

@@ -138,9 +138,9 @@ def summarise(
 
 def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LayerDrift:
     """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
-    first, second = _sides(measured, about, distance)
-    means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(measured, distance)
-    mean_ratio, noise = drift_ratio(first, second), floors(measured, distance)
+    first, second = _both_drifts(measured, about, distance)
+    means, norms = (first.mean(axis=0), second.mean(axis=0)), _mean_norms(measured, distance)
+    mean_ratio, noise = drift_ratio(first, second), drift_floors(measured, distance)
     floor = None if noise is None else noise.mean(axis=0)
     return LayerDrift(
         baseline=about.configs[0],
@@ -179,22 +179,22 @@ def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
     )
 
 
-def distances(measured: Measurements, distance: str) -> Floats:
+def drift_values(measured: Measurements, distance: str) -> Floats:
     """Return the drift in a distance, (sample, config, layer). Raises UnknownNameError for an unknown distance."""
     distance_of(distance)
     return measured[f"hidden_drift_{distance}"]
 
 
-def floors(measured: Measurements, distance: str) -> Floats | None:
+def drift_floors(measured: Measurements, distance: str) -> Floats | None:
     """Return the noise floor of drift in a distance, (sample, layer); None where the trace lacks it."""
     name = f"hidden_noise_floor{distance_of(distance).suffix}"
     return None if VARIABLES[name].optional and name not in measured else measured[name]
 
 
-def _sides(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
+def _both_drifts(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
     """Return both configurations' drift, (sample, layer), equal where all kept sets up to the layer are equal."""
     first, second = map(measured.index, about.configs)
-    drift = distances(measured, distance)
+    drift = drift_values(measured, distance)
     same = equal_layers(measured.trace, first, second)
     return drift[:, first], np.where(same, drift[:, first], drift[:, second])
 
@@ -205,7 +205,7 @@ def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, fl
     return first, second
 
 
-def _norms(measured: Measurements, distance: str) -> Floats | None:
+def _mean_norms(measured: Measurements, distance: str) -> Floats | None:
     """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which is relative already."""
     name = f"hidden_norm{distance_of(distance).suffix}"
     return measured[name].mean(axis=0) if name in measured else None
@@ -242,8 +242,8 @@ class LastLayer(DriftPair):
 
 def compare_samples(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LastLayer:
     """Compare the last layer's drift of an identity's two configurations by sample. Raises as `summarise`."""
-    first, second = (side[:, -1] for side in _sides(measured, about, distance))
-    floor = floors(measured, distance)
+    first, second = (side[:, -1] for side in _both_drifts(measured, about, distance))
+    floor = drift_floors(measured, distance)
     verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1], distance)
     order = np.argsort(-first, kind="stable")
     improved = verdict == 1

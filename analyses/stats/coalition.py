@@ -75,7 +75,7 @@ def required_coalitions(players: int, drawn: Orders | None) -> list[Coalition]:
 
 
 def subsets(players: int) -> list[Coalition]:
-    """Return all coalitions, small ones first."""
+    """Return all coalitions of some players, small ones first."""
     sizes = range(players + 1)
     return [frozenset(members) for size in sizes for members in itertools.combinations(range(players), size)]
 
