@@ -69,7 +69,7 @@ class Row(Outcome):
 
 @record
 class MethodSetting(OutcomeSetting):
-    """The methods of one budget and granularity against SnapKV's, sorted by propagated perturbation."""
+    """The methods of one budget and granularity against SnapKV, sorted by propagated perturbation."""
 
     SECTION = "methods setting"
 

@@ -167,7 +167,7 @@ class Restriction(SettingsResult):
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:
-    """Compare kept sets that all heads of a layer share, or of whole blocks, as engines keep them, with free ones.
+    """Compare kept sets that a layer's heads share, or that are whole blocks, as in engines, with unrestricted ones.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each granularity and size of block with that of
     `kv`, one set of single entries per key/value head, at the same budget; beside it the drift after the last layer,

@@ -61,7 +61,7 @@ class AuditedEntries(Record):
 
     @derived(heading="#per set", json=False)
     def per_set(self) -> str:
-        """Entries of a kept set, fewest and most."""
+        """Entries per kept set, fewest and most."""
         return _range_text([count for layer in self.kept for count in layer])
 
     @derived(heading="#first", json=False)

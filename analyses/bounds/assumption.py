@@ -72,7 +72,7 @@ class Reading(Record):
 
     @property
     def failing(self) -> NDArray[np.bool_]:
-        """(layer, head) True where the mean σ is at most 0.5."""
+        """True where the mean σ is at most 0.5, (layer, head)."""
         return self.mean <= EVIDENCE
 
     @derived(key="heads_at_most_half")

@@ -77,17 +77,17 @@ class BoundTightness(Result):
 
     @derived()
     def levels(self) -> tuple[float, ...]:
-        """Quantiles that axes called level hold."""
+        """Quantiles along the axes called level."""
         return LEVELS
 
     @derived()
     def per_head_levels(self) -> tuple[str, ...]:
-        """Numbers that the last axis of `by_head` holds."""
+        """Numbers along the last axis of `by_head`."""
         return ("least", "median", "largest over samples")
 
     @derived()
     def violations(self) -> int:
-        """0: a violated bound is an error."""
+        """Number of violated bounds: 0, as a violation is an error."""
         return 0
 
     @property

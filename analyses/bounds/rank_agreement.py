@@ -116,7 +116,7 @@ def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
 
 @dataclass(frozen=True)
 class _Group:
-    """(selection, sample, layer, head) arrays of one setting, over the samples in which every selection evicts."""
+    """Arrays (selection, sample, layer, head) of one setting, over the samples in which every selection evicts."""
 
     names: tuple[str, ...]
     perturbation: Floats

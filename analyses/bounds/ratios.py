@@ -212,7 +212,7 @@ class RatioCells(Record):
 
 @record
 class Tightness(Record):
-    """How tight the bounds of one configuration are.
+    """The tightness of one configuration's bounds.
 
     Attributes:
         flagged_heads: (layer, head) share of the samples in which σ ≤ 0.5.

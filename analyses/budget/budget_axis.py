@@ -32,11 +32,11 @@ class Axis:
 
 
 def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
-    """Return the axis of configurations, by index, that differ in budget alone. Raises ConfigError as `check_kind`."""
+    """Return the axis of configurations, by index, that differ in budget alone. Raises ConfigError as `check_budget_units`."""
     run = measured.trace.run
     ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
     configs = [run.configs[index] for index in ordered]
-    check_kind(configs, measured.analysis)
+    check_budget_units(configs, measured.analysis)
     budgets = np.array([config.budget.value for config in configs], dtype=np.float64)
     return Axis(tuple(ordered), tuple(configs), measured.cache_shares[ordered], budgets)
 
@@ -49,7 +49,7 @@ def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tupl
     return list(zip(curve_names([curve.configs[0] for curve in axes]), axes, strict=True))
 
 
-def check_kind(configs: Sequence[EvictionConfig], analysis: str) -> None:
+def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None:
     """Raise ConfigError where some budgets are entries and others shares: which is larger depends on the prompt."""
     units = {config.budget.unit: config.budget for config in configs}
     if len(units) > 1:
@@ -78,7 +78,7 @@ def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[t
     return [(axis(measured, first), axis(measured, second)) for first, second in chosen]
 
 
-def above_full(shares: Iterable[float]) -> list[str]:
+def above_full_caveat(shares: Iterable[float]) -> list[str]:
     """Return the caveat on cache shares above 1, as a list; empty where there are none."""
     above = any(share > 1 for share in shares)
     return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []

@@ -194,7 +194,10 @@ def _interpolation(budgets: Floats, tried: Floats) -> Floats:
 
 
 def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -> Callable[[Floats], Floats]:
-    """Return the function from (row, sample) weights to treatment over, or less, baseline, (row, tried budget)."""
+    """Return a function from (row, sample) weights to treatment against baseline at each tried budget, (row, tried).
+
+    With `log` it gives ratios, else differences.
+    """
 
     def contrast(weights: Floats) -> Floats:
         level, curve = (weights @ treatment)[:, None], _scale(weights @ baseline, log) @ between.T
@@ -204,7 +207,7 @@ def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -
 
 
 def _undecided_ends(tried: Floats, better: np.ndarray, worse: np.ndarray) -> tuple[float, float]:
-    """Return the least and the largest tried budget next to those at which neither side is significantly better.
+    """Return the range of tried budgets at which neither side is significantly better, one step wider at both ends.
 
     `better` and `worse` (tried,): whether the treatment is. An end is open, 0 or infinite, where no budget beyond it
     is significant.

@@ -201,7 +201,7 @@ class Verdict(Record):
 
     @derived()
     def limit(self) -> float:
-        """Limit: nat; drop of the score, 0 to 1; share."""
+        """Limit, in its unit: nat; drop of the score, 0 to 1; share."""
         return self.criterion.limit
 
     @derived()

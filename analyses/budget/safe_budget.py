@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import columns, measurements, text
-from perturbkv.analyses.budget.budget_axis import above_full, named_axes
+from perturbkv.analyses.budget.budget_axis import above_full_caveat, named_axes
 from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
     FEW,
@@ -216,7 +216,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
             *measurements.first_token_caveat(self.alike, self.identity.samples),
-            *above_full(shares),
+            *above_full_caveat(shares),
             *([] if "drop" in names else ["Limits of decoding steps do not bound answers; --max-drop does."]),
         ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import columns, text
-from perturbkv.analyses.budget.budget_axis import Axis, above_full, check_kind, paired_axes
+from perturbkv.analyses.budget.budget_axis import Axis, above_full_caveat, check_budget_units, paired_axes
 from perturbkv.analyses.budget.budget_equivalence import (
     LEAST_BUDGETS,
     NAMES,
@@ -86,7 +86,7 @@ class PairSavings(Result):
         return [
             *(["Compared by cache share: the sides keep other sets."] if self.along == "held" else []),
             *(["?: the baseline's curve is flat there."] if flat else []),
-            *above_full(level.cache_share for measured in self.measures for level in measured.points),
+            *above_full_caveat(level.cache_share for measured in self.measures for level in measured.points),
         ]
 
     def details(self) -> Sequence[Part]:
@@ -263,7 +263,7 @@ def _comparable(baseline: Axis, treatment: Axis) -> bool:
 
 def check_budgets(configs: Sequence[EvictionConfig]) -> None:
     """Raise ConfigError for fewer than five budgets, and for budgets of both kinds."""
-    check_kind(configs, ANALYSIS)
+    check_budget_units(configs, ANALYSIS)
     budgets = list(dict.fromkeys(str(config.budget) for config in configs))
     if len(budgets) < LEAST_BUDGETS:
         msg = (

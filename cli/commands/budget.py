@@ -83,10 +83,10 @@ def _safe_budgets(
 
 def _safe_budget_configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
     """Return every selection at every budget. Raises ConfigError for budgets without an order."""
-    from perturbkv.analyses.budget.budget_axis import check_kind
+    from perturbkv.analyses.budget.budget_axis import check_budget_units
 
     configs = run.configs(selections)
-    check_kind(configs, "budget")
+    check_budget_units(configs, "budget")
     return configs
 
 
@@ -175,11 +175,11 @@ def _cliff(
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
     """Return every method at every budget. Raises ConfigError for budgets without an order, or too few."""
-    from perturbkv.analyses.budget.budget_axis import check_kind
+    from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
     configs = run.configs(methods)
-    check_kind(configs, ANALYSIS)
+    check_budget_units(configs, ANALYSIS)
     if len(run.budget or ()) < LEAST_BUDGETS:
         msg = f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets, got --budget {' '.join(run.budget or ())}; give more"
         raise ConfigError(msg)
