@@ -127,7 +127,8 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
         style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        style.draw_foot(figure, result.identity, f"held / full {cache_share_sides(result.cache_shares)} · {foot_text(result)}")
+        shares = f"held / full {cache_share_sides(result.cache_shares)}"
+        style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}")
     return figure
 
 

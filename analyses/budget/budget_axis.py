@@ -32,7 +32,7 @@ class Axis:
 
 
 def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
-    """Return the axis of configurations, by index, that differ in budget alone. Raises ConfigError as `check_budget_units`."""
+    """Return the axis of configurations, by index, that differ in budget alone. Raises as `check_budget_units`."""
     run = measured.trace.run
     ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
     configs = [run.configs[index] for index in ordered]

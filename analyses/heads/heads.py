@@ -13,13 +13,13 @@ from perturbkv.analyses.heads.head_comparison import ANALYSIS, HEADS, HeadCompar
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
-    Pair,
     Sides,
     check_sides,
     configs_of,
     pair_columns,
     pair_names,
     pairs,
+    pairs_of,
     pairs_title,
     plural,
     short_names,
@@ -67,12 +67,12 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         if not isinstance(index, slice):
             return self.members[index]
         members = self.members[index]
-        shown = configs_of((pair.baseline, pair.treatment) for pair in members)
+        shown = configs_of(pairs_of(members))
         return HeadComparisons(members, replace(self.identity, configs=tuple(shown)))
 
     def conclusion(self) -> str:
         """Return by how much the treatments perturb more or less, and for a single pair the share of better heads."""
-        pairs, first = self._pairs(), self.members[0]
+        pairs, first = pairs_of(self.members), self.members[0]
         clause = comparisons(pairs, self._cases("propagated"))
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
@@ -82,19 +82,19 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
-        return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(self._pairs())}"
+        return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(pairs_of(self.members))}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair and kind of perturbation."""
         return [
             Line(name if kind is pair.isolated else "", (kind, pair, kind.sign_flips))
-            for pair, name in zip(self.members, pair_names(self._pairs()), strict=True)
+            for pair, name in zip(self.members, pair_names(pairs_of(self.members)), strict=True)
             for kind in (pair.isolated, pair.propagated)
         ]
 
     def caveats(self) -> Sequence[str]:
         """Return notes on isolated perturbation that disagrees, on tests without power, and on heads with σ ≤ 0.5."""
-        return [*self._disagreement(), *self._power(), *self._flagged()]
+        return [*self._disagreement(), *self.members[0].propagated.sign_flips.power_caveat(), *self._flagged()]
 
     def details(self) -> Sequence[Part]:
         """Return the definitions of tests, ties and noise floor, and the seconds of configurations' own prefills."""
@@ -117,14 +117,10 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         """
         return [row for pair in self.members for kind in (pair.isolated, pair.propagated) for row in _rows(pair, kind)]
 
-    def _pairs(self) -> list[Pair]:
-        """Return baseline and treatment of each comparison."""
-        return [(pair.baseline, pair.treatment) for pair in self.members]
-
     def _cases(self, kind: str) -> list[Case]:
         """Return the ratio of each comparison in `isolated` or `propagated` perturbation, as cases."""
         kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
-        return [each.case(name) for name, each in zip(pair_names(self._pairs()), kinds, strict=True)]
+        return [each.case(name) for name, each in zip(pair_names(pairs_of(self.members)), kinds, strict=True)]
 
     def _disagreement(self) -> list[str]:
         """Return the note on pairs whose isolated and propagated perturbation have different verdicts, if any."""
@@ -134,11 +130,6 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
             return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
         (case,) = self._cases("isolated")
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
-
-    def _power(self) -> list[str]:
-        """Return the note that no head can be significant, where there are too few samples for it."""
-        tests = self.members[0].propagated.sign_flips
-        return [] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]
 
     def _flagged(self) -> list[str]:
         """Return the note on heads with σ ≤ 0.5, where there are any."""

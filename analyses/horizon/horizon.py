@@ -32,7 +32,7 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Pair, common, method_names, plural, side_indices, side_names
+from perturbkv.analyses.pairing import common, method_names, pairs_of, plural, side_indices, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
@@ -87,7 +87,7 @@ class Horizon(Result):
     def conclusion(self) -> str:
         """Return whether a selection's advantage lasts, and whether the error grows."""
         clauses = [*self._advantage_clauses(), self._growth_clause()]
-        names = [side_names(*pair)[1] for pair in self._pairs()]
+        names = [side_names(*pair)[1] for pair in pairs_of(self.advantages)]
         return sentence(f"{'; '.join(clauses)} ({sample_note(self.samples_with_growth)})", *names)
 
     def title(self) -> str:
@@ -111,12 +111,11 @@ class Horizon(Result):
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
         ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
-        tests = self.configs[0].curves["propagated"].sign_flips
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
         return [
             *([f"{ends}{left_out}."] if counts[0] != counts[-1] or short else []),
             *(["A dash: within two noise floors."] if dash else []),
-            *([] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]),
+            *self.configs[0].curves["propagated"].sign_flips.power_caveat(),
         ]
 
     def details(self) -> Sequence[Part]:
@@ -158,14 +157,10 @@ class Horizon(Result):
         """Return the configurations with their short names."""
         return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
-    def _pairs(self) -> list[Pair]:
-        """Return baseline and treatment of each advantage."""
-        return [(advantage.baseline, advantage.treatment) for advantage in self.advantages]
-
     def _advantage_clauses(self) -> list[str]:
         """Return clauses on whether treatments perturb less in the first third of the steps, and in the last."""
         clauses = []
-        for (baseline, treatment), settings in pairs_by_sides(self._pairs()).items():
+        for (baseline, treatment), settings in pairs_by_sides(pairs_of(self.advantages)).items():
             first, last = zip(*(self.advantages[index].cases(name) for index, name in settings), strict=True)
             where = f" in the first third of {self.steps} decode steps"
             clauses += [comparison(treatment, baseline, first, where)]

@@ -32,6 +32,7 @@ from perturbkv.analyses.pairing import (
     configs_of,
     pair_columns,
     pair_names,
+    pairs_of,
     pairs_title,
     plural,
     side_names,
@@ -67,7 +68,7 @@ class _LayerTable(ABC):
     def conclusion(self) -> str:
         """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
         drifts, first = self._drifts(), self._drifts()[0]
-        pairs = _pairs(drifts)
+        pairs = pairs_of(drifts)
         clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
         layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
         where = [
@@ -85,7 +86,7 @@ class _LayerTable(ABC):
         """Return a line per pair, with its last layer and the number of layers in which the treatment drifts less."""
         drifts = self._drifts()
         return [Line(name, (drift, drift.after(-1)))
-                for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]  # fmt: skip
+                for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]  # fmt: skip
 
     def details(self) -> Sequence[Part]:
         """Return a table of the first, the middle and the last layer, and the definitions of drift and tie."""
@@ -93,7 +94,7 @@ class _LayerTable(ABC):
         last = len(drifts[0].ratio) - 1
         lines = [
             Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
-            for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)
+            for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)
             for layer in dict.fromkeys((0, last // 2, last))
         ]
         return [
@@ -150,14 +151,9 @@ class LayerDrifts(_LayerTable, Several[DriftSeries]):
         return self.drifts
 
 
-def _pairs(drifts: Sequence[DriftPair]) -> list[Pair]:
-    """Return baseline and treatment of each drift."""
-    return [(drift.baseline, drift.treatment) for drift in drifts]
-
-
 def _title(drifts: Sequence[DriftPair]) -> str:
     """Return the title of a table of drifts: distance, sides and shared choices."""
-    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(_pairs(drifts))}"
+    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(pairs_of(drifts))}"
 
 
 def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
@@ -225,7 +221,7 @@ class _SampleTable(ABC):
     def conclusion(self) -> str:
         """Return in how many samples the treatments drift less than their baselines, by exact intervals."""
         drifts, first = self._drifts(), self._drifts()[0]
-        pairs, names = _pairs(drifts), pair_names(_pairs(drifts))
+        pairs, names = pairs_of(drifts), pair_names(pairs_of(drifts))
         sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
         baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
         shares = extremes([
@@ -254,7 +250,7 @@ class _SampleTable(ABC):
     def lines(self) -> Sequence[Line]:
         """Return a line per pair."""
         drifts = self._drifts()
-        return [Line(name, (drift,)) for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]
+        return [Line(name, (drift,)) for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]
 
 
 @record

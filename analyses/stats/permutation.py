@@ -72,6 +72,10 @@ class SignFlips(Record):
         """Heads better / worse beyond chance (sign flips, corrected)."""
         return f"{self.above}/{self.below}"
 
+    def power_caveat(self) -> list[str]:
+        """Return the note that no head can be significant, where there are too few samples for it."""
+        return [] if self.least_tests else [f"No head can be significant: the smallest p is {self.smallest:.2g}."]
+
 
 def sign_flip_tests(differences: Floats) -> SignFlips:
     """Test the mean of (sample, …) differences against 0 by sign flips, all tests corrected together.
