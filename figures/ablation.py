@@ -85,7 +85,7 @@ def _panel(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, na
 
 def _cache_shares(result: Setting) -> str:
     """Return the cache share of the rows, once where all have the same."""
-    shares = [text.decimal(share) for row in result.rows for share in row.held]
+    shares = [text.decimal(share) for row in result.rows for share in row.cache_shares]
     return " to ".join(dict.fromkeys((min(shares), max(shares))))
 
 

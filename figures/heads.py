@@ -127,7 +127,8 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
         style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        style.draw_foot(figure, result.identity, f"held / full {cache_share_sides(result.held)} · {foot_text(result)}")
+        shares = f"held / full {cache_share_sides(result.cache_shares)}"
+        style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}")
     return figure
 
 
@@ -262,7 +263,7 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
 def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
     baselines = list(dict.fromkeys(result.baseline for result in results))
     by_baseline = sorted(results, key=lambda result: baselines.index(result.baseline))
-    return sort_by_cache_share(by_baseline, lambda result: result.held[0])
+    return sort_by_cache_share(by_baseline, lambda result: result.cache_shares[0])
 
 
 def _head_panels_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
@@ -321,7 +322,7 @@ def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), words) if part)
         between = " /\n  " if grid.split else " / "
-        lines = [fold(name, grid.letters), f"held / full {cache_share_sides(result.held)}",
+        lines = [fold(name, grid.letters), f"held / full {cache_share_sides(result.cache_shares)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         titles.append("\n".join(line for line in lines if line))
     return titles

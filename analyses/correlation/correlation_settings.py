@@ -38,7 +38,7 @@ from perturbkv.analyses.correlation.method_identity import (
     strengths,
 )
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, scores
-from perturbkv.analyses.multi_trace import check_together
+from perturbkv.analyses.multi_trace import check_combinable
 from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, estimate_mean, mean_where_known
@@ -119,7 +119,7 @@ class PooledPrompts:
 
 def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
     """Pool the answered prompts of all traces. Raises TraceError where one is not graded, or they do not match."""
-    check_together(traces, ANALYSIS)
+    check_combinable(traces, ANALYSIS)
     run = traces[0].run
     whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
     each = [_answered_part(one, run.configs, rule) for one in whole]

@@ -129,7 +129,7 @@ def lowest_rho_notes(every: Overall) -> list[str]:
         return []
     least = min(one.rho.value for one in known)
     tied = [one for one in known if one.rho.value - least < _EQUAL]
-    names = text.joined_names([NAMES[one.measure] for one in tied])
+    names = text.join_names([NAMES[one.measure] for one in tied])
     contrast = every.contrast(HEADLINE, AGAINST).rho
     first = f"lowest ρ, by looking: {names}{' alike' * (len(tied) > 1)}, {format_estimate(tied[0].rho, ' ')}"
     against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[AGAINST]}: {format_estimate(contrast, ' ')}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import columns, text
-from perturbkv.analyses.budget.budget_axis import above_full
+from perturbkv.analyses.budget.budget_axis import above_full_caveat
 from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
@@ -86,7 +86,7 @@ class Divergence(Result):
         """Return what cache shares are of, and how KL is measured where it was not."""
         return [
             *([AT_START] if self.compress_every else []),
-            *above_full(one.cache_share for one in self.configs),
+            *above_full_caveat(one.cache_share for one in self.configs),
             *([] if self.noise_floor.size else ["KL was not measured: perturbkv generate --divergence does."]),
         ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.budget.budget_axis import above_full
+from perturbkv.analyses.budget.budget_axis import above_full_caveat
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
@@ -144,7 +144,7 @@ class JudgeScores(Result):
             f"Scores given: {every.min():g} to {every.max():g}{limit}.",
             *(["No interval: all alike; --scale bounds what was not seen."] if self._unbounded else []),
             *([AT_START] if self.compress_every else []),
-            *above_full(one.cache_share for one in self.configs),
+            *above_full_caveat(one.cache_share for one in self.configs),
         ]
 
     def details(self) -> Sequence[Part]:
@@ -316,7 +316,7 @@ class Preferences(Result):
             f"{plural(self.same, 'pair')} of the same text: ties, which the judge did not get.",
             f"The answer shown first won {text.percent(self.first)} of {plural(self.pairs, 'decided pair')}.",
             *([AT_START] if self.compress_every else []),
-            *above_full(one.cache_share for one in self.configs),
+            *above_full_caveat(one.cache_share for one in self.configs),
         ]
 
     def details(self) -> Sequence[Part]:

@@ -13,7 +13,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import APART, comparable_groups, method_names, pairs, plural, short_names
+from perturbkv.analyses.pairing import CACHE_SIZE_CHOICES, comparable_groups, method_names, pairs, plural, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -207,7 +207,7 @@ class Quality(Result):
 
     def _best_of_groups(self) -> list[str]:
         """Return the highest score of each budget and granularity; of many those of the least and largest budget."""
-        names = method_names(self.configs, "budget", *APART)
+        names = method_names(self.configs, "budget", *CACHE_SIZE_CHOICES)
         evicted = rows(self.configs, [self.average])[1:]
         groups = [list(some) for _, some in groupby(evicted, key=lambda row: row.group)]
         ends = (evicted[0].budget, evicted[-1].budget)
@@ -230,7 +230,7 @@ class Quality(Result):
 
 
 def _format_score(value: float, interval: Any) -> str:
-    return text.points(value, interval, apart="\n", end_digits=0)
+    return text.points(value, interval, separator="\n", end_digits=0)
 
 
 def _format_difference(one: ScoreDifference | None) -> str:

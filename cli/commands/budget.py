@@ -59,7 +59,7 @@ def _safe_budgets(
     for_batch: Annotated[int, Option(metavar="N", help="And for so many of them at once")] = 1,
 ) -> Analysis:
     """Find each selection's smallest safe budget."""
-    from perturbkv.analyses.budget.budget_axis import check_kind
+    from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.criteria import criteria
     from perturbkv.analyses.budget.safe_budget import check_size
 
@@ -69,7 +69,7 @@ def _safe_budgets(
 
     def configs() -> tuple[EvictionConfig, ...]:
         chosen = wanted.configs(sides or DEFAULT_SELECTIONS)
-        check_kind(chosen, "budget")
+        check_budget_units(chosen, "budget")
         return chosen
 
     def analyse(session: Session) -> Result:
@@ -170,11 +170,11 @@ def _cliff(
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
     """Return every method at every budget. Raises ConfigError for too few budgets, or for entries and shares alike."""
-    from perturbkv.analyses.budget.budget_axis import check_kind
+    from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
     configs = run.configs(methods)
-    check_kind(configs, ANALYSIS)
+    check_budget_units(configs, ANALYSIS)
     if len(run.budget or ()) < LEAST_BUDGETS:
         msg = f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets, got --budget {' '.join(run.budget or ())}; give more"
         raise ConfigError(msg)

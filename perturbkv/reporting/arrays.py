@@ -86,7 +86,7 @@ def top1(trace: Trace) -> Floats:
 def drifts(trace: Trace) -> Floats:
     """Return the drift after each layer (distance, sample, config, layer)."""
     measured = Measurements(trace, ANALYSIS)
-    return np.stack([drift.distances(measured, distance) for distance in DISTANCES])
+    return np.stack([drift.drift_values(measured, distance) for distance in DISTANCES])
 
 
 def drift_means(each: Floats) -> Floats:
@@ -99,7 +99,7 @@ def drift_means(each: Floats) -> Floats:
 def drift_floors(trace: Trace) -> Floats:
     """Return the mean noise floor of drift (distance, layer); NaN where the trace has none of the distance."""
     measured = Measurements(trace, ANALYSIS)
-    each = [drift.floors(measured, distance) for distance in DISTANCES]
+    each = [drift.drift_floors(measured, distance) for distance in DISTANCES]
     nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
     return np.stack([nothing if floor is None else floor.mean(axis=0) for floor in each])
 

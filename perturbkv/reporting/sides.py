@@ -186,7 +186,7 @@ def compare(
 def drift_ratios(trace: Trace, pairs: Sequence[IndexPair], equal: EqualSets) -> Floats:
     """Return mean drift over mean drift (distance, pair, 2, layer, 3), with intervals."""
     measured = Measurements(trace, ANALYSIS)
-    each = [layers.distances(measured, distance) for distance in DISTANCES]
+    each = [layers.drift_values(measured, distance) for distance in DISTANCES]
     return np.stack([[_drift(one, pair, mask) for pair, mask in zip(pairs, equal.drift, strict=True)] for one in each])
 
 

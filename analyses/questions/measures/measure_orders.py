@@ -150,12 +150,12 @@ class Row(PairRecord, Record):
     @derived(key="held_over_full_baseline")
     def cache_share_baseline(self) -> float:
         """Entries that the baseline's cache holds over those of the full cache."""
-        return self.heads[FIRST].held[0]
+        return self.heads[FIRST].cache_shares[0]
 
     @derived(key="held_over_full_treatment", heading="#cache\nshare")
     def cache_share(self) -> float:
         """Entries that the treatment's cache holds over those of the full cache."""
-        return self.heads[FIRST].held[1]
+        return self.heads[FIRST].cache_shares[1]
 
     @derived()
     def measured(self) -> list[KindInDistance]:
