@@ -61,7 +61,7 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
         "dataset": identity.dataset,
         "samples": identity.samples,
         "trace": identity.trace,
-        "configuration": result.sweep.configs[result.sweep.paper].label(),
+        "configuration": result.sweep.configs[result.sweep.paper_index].label(),
         "note": _NOTE,
     }
     for by, table in result.shares.items():
@@ -160,7 +160,7 @@ def _read_folds(parts: Sequence[Fold], trace: Trace) -> list[Trace]:
 
     paths = [fold_file(Path(trace.source).parent, part.number) for part in parts]
     traces = [read_trace(path) if path.exists() else None for path in paths]
-    fitting = [one for one, part in zip(traces, parts, strict=True) if one is not None and part.is_in(one)]
+    fitting = [one for one, part in zip(traces, parts, strict=True) if one is not None and part.fits(one)]
     if len(fitting) == len(parts):
         return fitting
     if any(traces):
