@@ -157,7 +157,7 @@ class Patching(Result):
         return [f"{side} 0 the treatment's kept sets are better.", *(drawn if self.shapley.permutations else [])]
 
     def details(self) -> Sequence[Part]:
-        """Return the note on the sum of values, tables of the greedy path and of mixtures, and notes on ties and noise."""
+        """Return the note on the sum of values, the tables of the greedy path and of mixtures, and notes."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         title = f"{treatment}'s kept sets instead of {baseline}'s: over the baseline's"
         mixtures = [table(title, self._mixture_lines(), _MIXTURES, "mixture")] if self.shapley else []

@@ -397,7 +397,7 @@ class NamedMixture(Record):
 
     @derived(key="mixture")
     def letters(self) -> str:
-        """A letter per measured layer: `b` for the baseline's kept sets, `t` the treatment's; by head `(0110)`, 1 as `t`."""
+        """A letter per measured layer, `b` or `t` by whose kept sets it has; where heads differ `(0110)`, 1 as `t`."""
         return str(self.mixture)
 
 

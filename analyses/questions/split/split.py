@@ -1,4 +1,4 @@
-"""Each head's loss split into how much attention is evicted and how unlike the rest it is, and what corrections gain."""
+"""Each head's loss split into how much attention is evicted and how unlike the rest it is; what corrections gain."""
 
 from __future__ import annotations
 
