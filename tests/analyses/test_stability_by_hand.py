@@ -152,7 +152,7 @@ def test_what_noise_takes_from_a_correlation_is_given_back() -> None:
 def test_without_reliability_nothing_is_corrected() -> None:
     opposed = np.array([ORDER, ORDER[::-1]] * 3)[:5]
     opposed = np.concatenate([opposed, ORDER[::-1][None]])
-    found = agreement(RankedHeads.from_values(opposed), RankedHeads.of(np.tile(ORDER, (6, 1))), paired=False)
+    found = agreement(RankedHeads.from_values(opposed), RankedHeads.from_values(np.tile(ORDER, (6, 1))), paired=False)
     assert math.isnan(found.corrected.value) == (reliability(RankedHeads.from_values(opposed)).split_half.value <= 0)
     assert math.isnan(found.corrected.value)
     assert found.corrected.interval is None
