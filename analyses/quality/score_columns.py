@@ -230,7 +230,7 @@ def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, 
 
 
 def _is_best(means: Sequence[float], compared: Comparison) -> list[bool]:
-    """Return, per configuration, whether its mean is the highest of its group, ties included; False if all are equal."""
+    """Return, per configuration, whether its mean is the highest of its group, ties included; not if all are equal."""
     best = [False] * len(means)
     for indices in compared.groups.values():
         some = [means[index] for index in indices]

@@ -358,7 +358,7 @@ def tokens(
             the treatment changes most at the first decode step.
         baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
         treatment: a side, named like the baseline.
-        budget: of both sides: an integer is entries, another number a share of the prompt. None: the first that both have.
+        budget: of both sides: entries as an integer, else a share of the prompt. None: the first that both have.
         everything: show the whole prompt; else the tokens that differ, with those around them.
 
     Raises TraceError where the trace has no text, no such sample or no such pair, ConfigError for a layer or head that
