@@ -141,7 +141,7 @@ def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
 def _answered_prompts(
     own: Measurements, configs: Sequence[EvictionConfig], rule: Rule
 ) -> tuple[GradedTrace, dict[str, Floats], list[str]]:
-    """Return a trace's part of the pool: its summary, the arrays of its answered prompts, and their sample ids."""
+    """Return what a trace adds to the pool: its summary, the arrays of its answered prompts, and their sample ids."""
     trace = own.trace
     graded, order = scores(trace, ANALYSIS), _config_order(trace, configs)
     answered = graded.full > rule.right
@@ -189,7 +189,7 @@ class ByMeasure:
     names: tuple[IdentityBaselines, ...]
 
     def strength(self, measure: str) -> Strength:
-        """Return a measure's strength."""
+        """Return the correlation of one measure with the score."""
         return next(one for one in self.strengths if one.measure == measure)
 
     def identity_baselines(self, measure: str) -> IdentityBaselines:
@@ -247,18 +247,18 @@ class Setting(ByMeasure, Record):
 
     @property
     def decides(self) -> bool:
-        """True where any prompt has ranks, or a lost answer beside a kept one."""
+        """True where any prompt has ranks, or both lost and kept answers."""
         return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
 
     @derived(key="silence")
     def undecided_reason(self) -> str:
-        """Why there are no ranks, or no lost answers beside kept ones; empty where there are."""
+        """Reason why no prompt has ranks, or lost and kept answers; empty where one has."""
         if not len(self.full):
             return "the full cache answers no prompt"
         return "; ".join(filter(None, (self.no_areas_reason(), self.no_ranks_reason())))
 
     def no_areas_reason(self) -> str:
-        """Return why no prompt has a lost answer beside a kept one; empty where one has."""
+        """Return the reason why no prompt has both lost and kept answers; empty where one has."""
         if not self.lost.any():
             return "no answer is lost"
         if self.lost.all():
@@ -266,7 +266,7 @@ class Setting(ByMeasure, Record):
         return "" if any(one.auc.prompts for one in self.strengths) else "no prompt has lost and kept answers"
 
     def no_ranks_reason(self) -> str:
-        """Return why no prompt has ranks; empty where one has."""
+        """Return the reason why no prompt has ranks; empty where one has."""
         if any(one.rho.prompts for one in self.strengths):
             return ""
         differ = (np.ptp(self.evicted, axis=1) > 0).any()
@@ -328,14 +328,14 @@ def _centred_ranks(values: Floats) -> Floats:
 
 
 def _rho_weights(measured: Floats, scored: Floats) -> Floats:
-    """Return (prompt, config) weights of the scores' centred ranks that sum to Spearman's ρ; NaN without a ρ."""
+    """Return (prompt, config) weights whose sum with the scores' centred ranks is Spearman's ρ; NaN without a ρ."""
     ranks, others = _centred_ranks(measured), _centred_ranks(scored)
     size = np.sqrt((ranks**2).sum(axis=1) * (others**2).sum(axis=1))
     return _nan_where_unmeasured(measured, np.asarray(ratio(ranks, size[:, None])))
 
 
 def _area_weights(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt, config) weights of the lost answers that sum to the area less 0.5; NaN where there is none."""
+    """Return (prompt, config) weights that sum, over lost answers, to the ROC area less 0.5; NaN without an area."""
     pairs = lost.sum(axis=1) * (~lost).sum(axis=1)
     return _nan_where_unmeasured(measured, np.asarray(ratio(_centred_ranks(measured), pairs[:, None])))
 

@@ -90,9 +90,9 @@ class MeasureRow(Record):
     auc_prompts: int = column("prompts with lost and kept answers", heading="#n")
 
 
-def measure_row(measure: str, of: Overall | Setting) -> MeasureRow:
+def measure_row(measure: str, results: Overall | Setting) -> MeasureRow:
     """Return a measure's line of the table."""
-    strength, names = of.strength(measure), of.identity_baselines(measure)
+    strength, names = results.strength(measure), results.identity_baselines(measure)
     return MeasureRow(
         rho=strength.rho,
         rho_beyond=_with_star(format_estimate(names.rho.beyond), names.rho),
@@ -103,10 +103,12 @@ def measure_row(measure: str, of: Overall | Setting) -> MeasureRow:
     )
 
 
-def measure_lines(of: Overall | Setting) -> list[Line]:
+def measure_lines(results: Overall | Setting) -> list[Line]:
     """Return a line per measure that is not circular."""
     return [
-        Line(NAMES[one.measure], (measure_row(one.measure, of),)) for one in of.strengths if one.measure in MEASURES
+        Line(NAMES[one.measure], (measure_row(one.measure, results),))
+        for one in results.strengths
+        if one.measure in MEASURES
     ]
 
 
@@ -145,7 +147,7 @@ def few_methods_note(settings: Sequence[Setting]) -> list[str]:
 
 
 def undecided_notes(settings: Sequence[Setting]) -> list[str]:
-    """Return why some settings have no ranks or no areas, each reason with its settings."""
+    """Return a sentence per reason why settings have no ranks, or no lost and kept answers, with these settings."""
     reasons: dict[str, list[str]] = {}
     for one in settings:
         if one.undecided_reason:
@@ -153,10 +155,10 @@ def undecided_notes(settings: Sequence[Setting]) -> list[str]:
     return [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
 
 
-def _with_star(value: str, names: IdentityBaseline) -> str:
+def _with_star(value: str, baseline: IdentityBaseline) -> str:
     """Return the text of a value, with a star behind the number where it is significant."""
     first, newline, ends = value.partition("\n")
-    return f"{first}{'*' * names.significant}{newline}{ends}"
+    return f"{first}{'*' * baseline.significant}{newline}{ends}"
 
 
 _STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#p", "#n")
@@ -212,10 +214,10 @@ def _strength_row(one: Strength, names: IdentityBaselines) -> list[str]:
     return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(names.auc), str(one.auc.prompts)]
 
 
-def _format_p(names: IdentityBaseline) -> str:
-    """Return '0.012', a star behind it where it is significant beside all others."""
-    p = names.exchanged.p
-    return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * names.significant
+def _format_p(baseline: IdentityBaseline) -> str:
+    """Return the p-value of a permutation null: '0.012', with a star where the statistic is significant."""
+    p = baseline.exchanged.p
+    return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * baseline.significant
 
 
 def _control_row(one: Control, names: IdentityBaselines) -> list[str]:

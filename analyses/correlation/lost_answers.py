@@ -51,14 +51,14 @@ class Rule(Record):
 
 
 def area_within_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt,) areas, from (prompt, config) arrays; NaN where all answers of the prompt are lost, or none."""
+    """Return (prompt,) ROC areas of lost against kept answers; NaN where a prompt has lost or kept ones alone."""
     count = lost.sum(axis=1)
     ranks = np.where(lost, mean_ranks(measured.T).T, 0).sum(axis=1)
     return np.asarray(ratio(ranks - count * (count + 1) / 2, count * (lost.shape[1] - count)))
 
 
 def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
-    """Return the area over pairs of answers to different prompts, with the jackknife's interval over prompts.
+    """Return the ROC area over pairs of answers to different prompts, with the jackknife's interval over prompts.
 
     The scarcer side decides how wide that is: the prompts with lost answers, or those with kept ones.
     """
