@@ -165,7 +165,7 @@ class Tokens(Result):
 
     @derived()
     def chosen_among(self) -> str | None:
-        """Layer or model: the heads of which the treatment changes the shown one most; null where it was given."""
+        """Heads among which the shown one changes most: of its layer or of the model; null where the head was given."""
         return self.chosen or None
 
     @derived()
@@ -180,7 +180,7 @@ class Tokens(Result):
 
     @derived()
     def counts(self) -> dict[str, int]:
-        """Tokens of each fate."""
+        """Number of tokens of each fate."""
         return dict(Counter(self.fates))
 
     @derived()
@@ -191,12 +191,12 @@ class Tokens(Result):
 
     @derived()
     def baseline_losses(self) -> tuple[Loss, ...] | None:
-        """Evicted entries of the baseline that add most to the output, that first; null: the trace does not tell."""
+        """Evicted entries of the baseline that add most to the output, the largest first; null: not in the trace."""
         return self.losses and self.losses[0]
 
     @derived()
     def treatment_losses(self) -> tuple[Loss, ...] | None:
-        """Evicted entries of the treatment that add most to the output, that first; null: the trace does not tell."""
+        """Evicted entries of the treatment that add most to the output, the largest first; null: not in the trace."""
         return self.losses and self.losses[1]
 
     def conclusion(self) -> str:
