@@ -9,8 +9,7 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.questions.measures.measure_orders import KINDS
-from perturbkv.analyses.questions.measures.measure_settings import Setting
-from perturbkv.analyses.questions.measures.measures import SHORT, Measures
+from perturbkv.analyses.questions.measures.measures import SHORT, Measures, Setting
 from perturbkv.figures import style
 
 _LINE_MM, _AROUND_MM = 5.2, 17

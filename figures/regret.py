@@ -60,7 +60,7 @@ def _looks(part: SearchedPart) -> list[dict[str, Any]]:
 
 def _panel(axes: Axes, part: SearchedPart, looks: list[dict[str, Any]]) -> None:
     rows = [row for sample in part.rows for row in sample]
-    heads = Heads.of(rows, len(part.configs))
+    heads = Heads.from_rows(rows, len(part.configs))
     for config, values, look in zip(part.configs, heads.methods, looks, strict=True):
         factors = np.sort(np.minimum(values / heads.best, _FARTHEST))
         share = np.arange(1, len(factors) + 1) / max(1, len(factors))

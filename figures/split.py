@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import fold, plural, short_names
-from perturbkv.analyses.questions.split.mass_and_distance import Contest, Parts, Setting, Spread
+from perturbkv.analyses.questions.split.mass_and_distance import Contest, LogFactors, Setting, Spread
 from perturbkv.figures import style
 from perturbkv.figures.panels import draw_drift, draw_ratio, drift_entry, ratio_entries
 
@@ -24,7 +24,7 @@ _LINES = 7
 _LEAST = 0.01
 """Share of heads that may be left of the axis, which few heads of tiny evicted mass would stretch."""
 _CENTRES = "D^vsP*pX"
-_Clouds = list[tuple[Spread, Parts]]
+_Clouds = list[tuple[Spread, LogFactors]]
 
 
 def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
@@ -59,7 +59,7 @@ def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _clouds(result: Split) -> list[tuple[str, _Clouds]]:
     """Return the clouds per panel: a baseline with its treatments, or each configuration by itself."""
-    every = {one.config: (one, parts) for one, parts in zip(result.spreads, result.parts, strict=True)}
+    every = {one.config: (one, parts) for one, parts in zip(result.spreads, result.log_factors, strict=True)}
     contests: dict[Any, list[Contest]] = {}
     for one in result.contests:
         contests.setdefault(one.baseline, []).append(one)

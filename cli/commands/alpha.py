@@ -61,7 +61,7 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
         "dataset": identity.dataset,
         "samples": identity.samples,
         "trace": identity.trace,
-        "configuration": result.sweep.configs[result.sweep.paper].label(),
+        "configuration": result.sweep.configs[result.sweep.paper_index].label(),
         "note": _NOTE,
     }
     for by, table in result.shares.items():
@@ -164,7 +164,7 @@ def _read_folds(folds: Sequence[Fold], trace: Trace) -> list[Trace]:
 
     paths = [fold_file(Path(trace.source).parent, fold.number) for fold in folds]
     traces = [read_trace(path) if path.exists() else None for path in paths]
-    fitting = [stored for stored, fold in zip(traces, folds, strict=True) if stored is not None and fold.is_in(stored)]
+    fitting = [stored for stored, fold in zip(traces, folds, strict=True) if stored is not None and fold.fits(stored)]
     if len(fitting) == len(folds):
         return fitting
     if any(traces):

@@ -46,7 +46,7 @@ def measures(
     As the measured distance: verdicts, order of methods, correlation with KL and scores. As the distance that selects
     entries: norm=l2 of a selection.
     """
-    from perturbkv.analyses.questions.measures.measure_settings import TREATMENTS
+    from perturbkv.analyses.questions.measures.measures import TREATMENTS
 
     baseline, *treatments = [_BASELINE] if compare is None else parse_compare(compare)
 
