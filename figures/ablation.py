@@ -47,7 +47,7 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
         for row, chunk, rows in zip(axes, chunks, titles, strict=True):
             for index, panel in enumerate(row):
                 if index < len(chunk):
-                    _draw_setting(panel, chunk[index], names.pop(0), rows, named=index == 0)
+                    _draw_setting(panel, chunk[index], names.pop(0), rows, label_rows=index == 0)
                 else:
                     panel.set_axis_off()
         figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)

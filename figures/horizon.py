@@ -46,7 +46,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             for config in shown:
                 line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
                 _draw_config(panels, config, colours[_selection_name(config, configs)], line)
-        _finish(axes, result, rows, every=stacked)
+        _finish(axes, result, rows, stacked=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
         style.draw_foot(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")

@@ -89,9 +89,10 @@ def start_of(run: RunConfig, sides: Sides) -> Start:
     A single side is paired with itself.
     """
     try:
-        configs = [(run.configs.index(first), run.configs.index(second)) for first, second in _usual_pairs(run)]
+        usual = [pair for pair in pairs(run, "attention", "two-stage") if pair[0].budget == pair[1].budget]
     except TraceError:
-        configs = list(sides.pairs)
+        usual = []
+    configs = [(run.configs.index(first), run.configs.index(second)) for first, second in usual] or list(sides.pairs)
     if not configs:
         return Start(sides.side[0], sides.side[0], sides.budget[0])
     first, second = configs[0]
@@ -105,15 +106,6 @@ def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
         numbered = (f"{name} ({number})" for number in range(2, len(names) + 2))
         distinct.append(name if name not in distinct else next(one for one in numbered if one not in distinct))
     return tuple(distinct)
-
-
-def _usual_pairs(run: RunConfig) -> list[tuple[object, object]]:
-    """Return the pairs of attention and two-stage at one budget. Raises TraceError where the run has none."""
-    found = [pair for pair in pairs(run, "attention", "two-stage") if pair[0].budget == pair[1].budget]
-    if not found:
-        msg = "expected attention and two-stage of one budget, got none"
-        raise TraceError(msg)
-    return list(found)
 
 
 def _pairs(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[IndexPair, ...], int]:

@@ -81,7 +81,7 @@ def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[
 
 @pytest.mark.parametrize("name", [one for one in EXPECTED if one != "two-workers"])
 def test_the_sample_that_sleepers_answer_with_is_there_before_them(asked: list[tuple[str, Any]], name: str) -> None:
-    many_samples.measure(many_samples.Settings(samples=20), rows.check_names([name], rows.SCALE))
+    many_samples.measure(many_samples.Settings(samples=20), rows.find_targets([name], rows.SCALE))
     assert asked[0] == ("one_sample", ())
 
 
