@@ -151,7 +151,8 @@ def _parse_row(entry: Mapping[str, Any]) -> Row:
     """Return a row from its JSON object. Raises KeyError or TypeError for anything else."""
     target = Target(
         name=_typed_field(str, entry, "name"), what=_typed_field(str, entry, "what"),
-        bound=_finite_number(entry["bound"]), at_least=_typed_field(bool, entry, "at_least"), cuda=_typed_field(bool, entry, "cuda"),
+        bound=_finite_number(entry["bound"]),
+        at_least=_typed_field(bool, entry, "at_least"), cuda=_typed_field(bool, entry, "cuda"),
     )  # fmt: skip
     value = None if entry["value"] is None else _finite_number(entry["value"])
     return Row(target, value, _typed_field(str, entry, "reason"), _json_object(entry["details"]))

@@ -74,7 +74,7 @@ def run_groups(
     machine: Mapping[str, str],
     settings: Mapping[str, Any],
     targets: Sequence[Target],
-    group_count: Iterable[Group],
+    groups: Iterable[Group],
     finished: Callable[[str], None],
 ) -> Report:
     """Return the report of the groups that have a target, measured in turn; call `finished` with every group's name."""

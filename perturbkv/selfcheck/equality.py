@@ -215,7 +215,7 @@ def _kept_mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
 
 
 def _decode(
-    adapter: Adapter, cache: Any, sizes: Sizes, masked_attention: Callable[[], AbstractContextManager[None]]
+    adapter: Adapter, cache: Any, sizes: Sizes, attention: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
     """Return the head outputs of decoding the same random tokens in every row, one by one, under `attention`."""
     outputs: list[Tensor] = []

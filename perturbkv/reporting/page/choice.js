@@ -18,11 +18,11 @@ export class Chosen {
   constructor(traces) {
     this.traces = traces;
     /** @type {Choice} */
-    this.now = { ...first(traces[0]), ...valid(traces, fromAddress()) };
-    if (location.hash) keep(this.address());
+    this.now = { ...initialChoice(traces[0]), ...validChoices(traces, fromAddress()) };
+    if (location.hash) writeAddress(this.address());
     /** @type {((changed: Set<string>) => void)[]} */
     this.listeners = [];
-    window.addEventListener("hashchange", () => this.choose(valid(this.traces, fromAddress())));
+    window.addEventListener("hashchange", () => this.choose(validChoices(this.traces, fromAddress())));
   }
 
   /** @param {(changed: Set<string>) => void} listener */
@@ -45,7 +45,7 @@ export class Chosen {
     const keys = /** @type {(keyof Choice)[]} */ (Object.keys(this.now));
     const changed = new Set(keys.filter((key) => before[key] !== this.now[key]));
     if (!changed.size) return;
-    keep(this.address());
+    writeAddress(this.address());
     for (const listener of this.listeners) listener(/** @type {Set<string>} */ (changed));
   }
 }
@@ -54,7 +54,7 @@ export class Chosen {
  * Put the choice into the address; a frame of a notebook has no history to replace.
  * @param {string} address
  */
-function keep(address) {
+function writeAddress(address) {
   try {
     history.replaceState(null, "", address);
   } catch {
@@ -67,8 +67,8 @@ function keep(address) {
  * @param {Trace} trace
  * @returns {Choice}
  */
-function first(trace) {
-  const { start, sides, budgets, heads, measures } = trace.told;
+function initialChoice(trace) {
+  const { start, sides, budgets, heads, measures } = trace.data;
   const propagated = measures.find((one) => one.key === "propagated");
   return {
     baseline: sides[start.baseline],
@@ -94,16 +94,16 @@ function fromAddress() {
  * @param {Record<string, string>} wanted
  * @returns {Partial<Choice>}
  */
-function valid(traces, wanted) {
+function validChoices(traces, wanted) {
   /** @type {Record<string, (value: string) => boolean>} */
   const known = {
-    baseline: (value) => traces.some((one) => one.told.sides.includes(value)),
-    treatment: (value) => traces.some((one) => one.told.sides.includes(value)),
-    budget: (value) => traces.some((one) => one.told.budgets.includes(value)),
+    baseline: (value) => traces.some((one) => one.data.sides.includes(value)),
+    treatment: (value) => traces.some((one) => one.data.sides.includes(value)),
+    budget: (value) => traces.some((one) => one.data.budgets.includes(value)),
     measure: (value) => traces.some((one) => one.measure(value) >= 0),
-    sample: (value) => value === MEAN || traces.some((one) => one.told.samples.some((sample) => sample.id === value)),
+    sample: (value) => value === MEAN || traces.some((one) => one.data.samples.some((sample) => sample.id === value)),
     show: (value) => SHOWS.includes(value),
-    head: (value) => traces.some((one) => one.headPlace(value) >= 0),
+    head: (value) => traces.some((one) => one.headIndex(value) >= 0),
     sigma: (value) => SIGMAS.includes(value),
     colour: (value) => COLOURS.includes(value),
   };

@@ -5,7 +5,6 @@ const printing = window.matchMedia("print");
 
 const LIGHT = {
   signed: ["#8f4600", "#e08214", "#fdd7a4", "#f4f4f4", "#cfcbe6", "#8073ac", "#3d1778"],
-  ordered: d3.interpolateViridis,
   grey: "#767676",
   baseline: "#b35806",
   treatment: "#4a2d8f",
@@ -31,7 +30,7 @@ export function colours() {
  * Tell when the paper changes.
  * @param {() => void} listener
  */
-export function whenPaperChanges(listener) {
+export function onPaperChange(listener) {
   dark.addEventListener("change", listener);
   printing.addEventListener("change", listener);
 }
@@ -43,17 +42,6 @@ export function whenPaperChanges(listener) {
 export function signed() {
   const between = d3.interpolateRgbBasis(colours().signed);
   return (value) => between((Math.max(-1, Math.min(1, value)) + 1) / 2);
-}
-
-/**
- * From first to last, of what has an order.
- * @param {number} count
- * @returns {string[]}
- */
-export function ordered(count) {
-  const [low, high] = dark.matches && !printing.matches ? [0.3, 1] : [0, 0.82];
-  return Array.from({ length: count }, (_, place) =>
-    d3.interpolateViridis(low + ((high - low) * place) / Math.max(1, count - 1)));
 }
 
 /**

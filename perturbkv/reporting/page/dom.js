@@ -49,10 +49,10 @@ export function select(label, name, options, value, chosen) {
  */
 export function table(caption, headings, rows) {
   const side = headings.map((one) => (one.startsWith("#") ? "number" : null));
-  const head = headings.map((one, place) => make("th", { scope: "col", class: side[place] }, one.replace(/^#/, "")));
+  const head = headings.map((one, index) => make("th", { scope: "col", class: side[index] }, one.replace(/^#/, "")));
   const body = rows.map((row) =>
-    make("tr", null, ...row.map((cell, place) =>
-      place ? make("td", { class: side[place], "data-of": headings[place].replace(/^#/, "") }, cell) : make("th", { scope: "row" }, cell))));
+    make("tr", null, ...row.map((cell, index) =>
+      index ? make("td", { class: side[index], "data-of": headings[index].replace(/^#/, "") }, cell) : make("th", { scope: "row" }, cell))));
   return make("table", null, make("caption", null, caption), make("thead", null, make("tr", null, ...head)),
     make("tbody", null, ...body));
 }
@@ -88,7 +88,7 @@ export function widthOf(pane) {
  * @param {number} most
  * @param {(width: number) => (Node | null)[]} children made for this width each
  */
-export function beside(pane, most, children) {
+export function inColumns(pane, most, children) {
   const whole = widthOf(pane);
   const columns = Math.max(1, Math.min(most, Math.floor(whole / LEAST)));
   const width = Math.floor((whole - (columns - 1) * GAP) / columns);

@@ -84,17 +84,17 @@ export function difference(value) {
 
 /**
  * A number with its interval in brackets, or the range of few samples in parentheses.
- * @param {ArrayLike<number | null>} told value, low, high
+ * @param {ArrayLike<number | null>} values value, low, high
  * @param {(value: number | null) => string} shown
  * @param {Kind} kind
  * @param {string} [unit] behind the value
  * @returns {string}
  */
-export function estimate(told, shown, kind, unit = "") {
-  const value = `${shown(told[0])}${unit}`;
-  const known = [told[1], told[2]].every((end) => end !== null && end !== undefined && !Number.isNaN(end));
+export function estimate(values, shown, kind, unit = "") {
+  const value = `${shown(values[0])}${unit}`;
+  const known = [values[1], values[2]].every((end) => end !== null && end !== undefined && !Number.isNaN(end));
   if (!known || kind === "none") return value;
-  const [low, high] = [shown(told[1]), shown(told[2])];
+  const [low, high] = [shown(values[1]), shown(values[2])];
   return kind === "range" ? `${value} (${low} … ${high})` : `${value} [${low}, ${high}]`;
 }
 
@@ -104,7 +104,7 @@ export function estimate(told, shown, kind, unit = "") {
  * @param {string} word
  * @returns {string}
  */
-export function counted(count, word) {
+export function plural(count, word) {
   return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 }
 

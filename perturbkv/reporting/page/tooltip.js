@@ -5,7 +5,7 @@ import { fill, make } from "./dom.js";
 const box = make("div", { id: "tooltip", "aria-hidden": "true", hidden: true });
 
 /** Put the box into the page. */
-export function place() {
+export function attachTooltip() {
   document.body.append(box);
 }
 

@@ -4,31 +4,31 @@ import { at, part, verdictAt } from "./numbers.js";
 
 /** @typedef {import("./choice.js").Choice} Choice */
 /** @typedef {import("./trace.js").Trace} Trace */
-/** @typedef {import("./told.js").Measure} Measure */
+/** @typedef {import("./page_data.js").Measure} Measure */
 
-/** @type {{now: Choice | null, seen: Seen[]}} */
-const last = { now: null, seen: [] };
+/** @type {{now: Choice | null, view: View[]}} */
+const last = { now: null, view: [] };
 
 /**
  * Every trace of the page under the present choice.
  * @param {import("./choice.js").Chosen} chosen
- * @returns {Seen[]}
+ * @returns {View[]}
  */
-export function present(chosen) {
+export function currentViews(chosen) {
   if (last.now !== chosen.now) {
     last.now = chosen.now;
-    last.seen = chosen.traces.map((trace) => new Seen(trace, chosen.now));
+    last.view = chosen.traces.map((trace) => new View(trace, chosen.now));
   }
-  return last.seen;
+  return last.view;
 }
 
 /**
  * Those of them that hold what is chosen: what stands side by side has one scale.
  * @param {import("./choice.js").Chosen} chosen
- * @returns {Seen[]}
+ * @returns {View[]}
  */
-export function together(chosen) {
-  return present(chosen).filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
+export function comparableViews(chosen) {
+  return currentViews(chosen).filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
 }
 
 /** Theorem 3 speaks of heads whose σ exceeds this. */
@@ -40,42 +40,42 @@ export const BETTER = 1;
 /** It is worse. */
 export const WORSE = 2;
 
-export class Seen {
+export class View {
   /**
    * @param {Trace} trace
    * @param {Choice} choice
    */
   constructor(trace, choice) {
-    const told = trace.told;
+    const data = trace.data;
     this.trace = trace;
-    this.told = told;
+    this.data = data;
     this.choice = choice;
     this.baseline = trace.config(choice.baseline, choice.budget);
     this.treatment = trace.config(choice.treatment, choice.budget);
-    this.sample = told.samples.findIndex((one) => one.id === choice.sample);
-    this.place = trace.measure(choice.measure);
-    this.head = trace.headPlace(choice.head);
+    this.sample = data.samples.findIndex((one) => one.id === choice.sample);
+    this.measureIndex = trace.measure(choice.measure);
+    this.head = trace.headIndex(choice.head);
     const [low, high] = [this.baseline, this.treatment].sort((one, other) => one - other);
     this.pair = trace.pairs.get(`${low}-${high}`) ?? -1;
-    this.turned = this.baseline > this.treatment ? 1 : 0;
+    this.reversed = this.baseline > this.treatment ? 1 : 0;
     /** @type {Map<string, Float32Array | Uint8Array>} numbers that were looked up already */
     this.known = new Map();
   }
 
   /** @returns {Measure} */
   get measure() {
-    return this.told.measures[this.place];
+    return this.data.measures[this.measureIndex];
   }
 
   /** Why nothing can be shown of this trace; empty where it can. */
   get lacking() {
     const { budget, baseline, treatment, measure, sample } = this.choice;
     const side = this.baseline < 0 ? baseline : this.treatment < 0 ? treatment : "";
-    const each = this.told.arrays.sample?.measures;
-    if (this.place < 0) return `This trace does not hold the measure that is chosen (${measure}).`;
+    const each = this.data.arrays.sample?.measures;
+    if (this.measureIndex < 0) return `This trace does not hold the measure that is chosen (${measure}).`;
     if (side) return `This trace holds no ${side} at the budget ${budget}.`;
     if (sample && this.sample < 0) return `This trace has no sample ${sample}.`;
-    return sample && each && !each.includes(this.place) ? this.told.lacks.samples : "";
+    return sample && each && !each.includes(this.measureIndex) ? this.data.lacks.samples : "";
   }
 
   /** Whether baseline and treatment are two configurations whose verdicts are known. */
@@ -85,7 +85,7 @@ export class Seen {
 
   /** What the numbers are of: 'mean of 8 samples', or the sample. */
   get of() {
-    const count = this.told.samples.length;
+    const count = this.data.samples.length;
     return this.sample >= 0 ? `sample ${this.choice.sample}` : count === 1 ? "1 sample" : `mean of ${count} samples`;
   }
 
@@ -95,19 +95,19 @@ export class Seen {
    * @param {number} [measure] the one that is chosen, or another
    * @returns {Float32Array}
    */
-  values(config, measure = this.place) {
-    if (this.sample < 0) return part(this.need("mean"), measure, config);
-    const held = this.heldOf(measure);
-    return this.once(`${measure}/${config}`, () =>
-      held < 0 ? new Float32Array(this.trace.size).fill(NaN) : part(this.need("sample"), held, this.sample, config));
+  values(config, measure = this.measureIndex) {
+    if (this.sample < 0) return part(this.requireArray("mean"), measure, config);
+    const stored = this.sampleMeasureIndex(measure);
+    return this.cached(`${measure}/${config}`, () =>
+      stored < 0 ? new Float32Array(this.trace.size).fill(NaN) : part(this.requireArray("sample"), stored, this.sample, config));
   }
 
   /**
    * Where single samples hold a measure; −1 for one that the page holds the mean of alone.
    * @param {number} measure
    */
-  heldOf(measure) {
-    return this.told.arrays.sample?.measures?.indexOf(measure) ?? measure;
+  sampleMeasureIndex(measure) {
+    return this.data.arrays.sample?.measures?.indexOf(measure) ?? measure;
   }
 
   /**
@@ -117,7 +117,7 @@ export class Seen {
    * @param {() => Made} make
    * @returns {Made}
    */
-  once(name, make) {
+  cached(name, make) {
     const found = this.known.get(name) ?? make();
     this.known.set(name, found);
     return /** @type {Made} */ (found);
@@ -127,11 +127,11 @@ export class Seen {
    * The sample with a prompt in which the chosen head changes most; the first where nothing is known of it.
    * @returns {number}
    */
-  mostChanged() {
-    const { prompts, samples } = this.told;
+  mostChangedSample() {
+    const { prompts, samples } = this.data;
     if (!this.paired || this.head < 0 || this.lacking || !this.trace.array("sample")) return 0;
-    const [first, second] = [this.ofSamples(this.baseline, this.head), this.ofSamples(this.treatment, this.head)];
-    const moved = samples.map((_, place) => (prompts[place]?.text ? Math.abs(second[place] - first[place]) : -1));
+    const [first, second] = [this.headBySample(this.baseline, this.head), this.headBySample(this.treatment, this.head)];
+    const moved = samples.map((_, index) => (prompts[index]?.text ? Math.abs(second[index] - first[index]) : -1));
     return Math.max(0, d3.maxIndex(moved));
   }
 
@@ -142,10 +142,10 @@ export class Seen {
    * @param {number} [measure]
    * @returns {number[]}
    */
-  ofSamples(config, head, measure = this.place) {
-    const held = this.heldOf(measure);
-    const [layer, place] = [Math.floor(head / this.told.heads), head % this.told.heads];
-    return this.told.samples.map((_, sample) => (held < 0 ? NaN : at(this.need("sample"), held, sample, config, layer, place)));
+  headBySample(config, head, measure = this.measureIndex) {
+    const stored = this.sampleMeasureIndex(measure);
+    const [layer, index] = [Math.floor(head / this.data.heads), head % this.data.heads];
+    return this.data.samples.map((_, sample) => (stored < 0 ? NaN : at(this.requireArray("sample"), stored, sample, config, layer, index)));
   }
 
   /**
@@ -153,25 +153,25 @@ export class Seen {
    * @param {number} [measure]
    * @returns {Uint8Array}
    */
-  verdicts(measure = this.place) {
-    return this.once(`verdict/${measure}`, () => this.judged(measure));
+  verdicts(measure = this.measureIndex) {
+    return this.cached(`verdict/${measure}`, () => this.computeVerdicts(measure));
   }
 
   /**
    * @param {number} measure
    * @returns {Uint8Array}
    */
-  judged(measure) {
-    const { ties, less } = this.told.measures[measure];
+  computeVerdicts(measure) {
+    const { ties, less } = this.data.measures[measure];
     const found = new Uint8Array(this.trace.size);
-    if (ties === null || !this.paired) return this.bySign(found, measure, less);
-    const held = this.need("verdict");
-    const [, pairs, samples] = held.shape;
+    if (ties === null || !this.paired) return this.verdictsBySign(found, measure, less);
+    const array = this.requireArray("verdict");
+    const [, pairs, samples] = array.shape;
     const start = ((ties * pairs + this.pair) * samples + this.sample + 1) * this.trace.size;
-    const bytes = /** @type {Uint8Array} */ (held.values);
+    const bytes = /** @type {Uint8Array} */ (array.values);
     for (let head = 0; head < found.length; head++) {
       const verdict = verdictAt(bytes, start + head);
-      found[head] = verdict && this.turned ? 3 - verdict : verdict;
+      found[head] = verdict && this.reversed ? 3 - verdict : verdict;
     }
     return found;
   }
@@ -182,7 +182,7 @@ export class Seen {
    * @param {number} measure
    * @param {boolean} less
    */
-  bySign(found, measure, less) {
+  verdictsBySign(found, measure, less) {
     const [first, second] = [this.values(this.baseline, measure), this.values(this.treatment, measure)];
     for (let head = 0; head < found.length; head++) {
       const sign = Math.sign(first[head] - second[head]) || 0;
@@ -195,7 +195,7 @@ export class Seen {
    * (head,) 1 where a bound says nothing of a head, as σ of either side is at most 0.5; null of what holds in any.
    * @returns {Uint8Array | null}
    */
-  silent() {
+  unproven() {
     const sigma = this.trace.measure("sigma_stage1");
     if (!this.measure.key.startsWith("theta_hat") || sigma < 0) return null;
     const [first, second] = [this.values(this.baseline, sigma), this.values(this.treatment, sigma)];
@@ -216,7 +216,7 @@ export class Seen {
    * An array that is there by now.
    * @param {string} name
    */
-  need(name) {
+  requireArray(name) {
     const found = this.trace.array(name);
     if (!found) throw new Error(`the array ${name} is not loaded`);
     return found;
