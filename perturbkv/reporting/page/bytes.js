@@ -6,7 +6,7 @@ const decoded = new Map();
 const inflating = new Map();
 
 /**
- * The stored bytes of a block.
+ * Return the stored bytes of a block, read from the page once.
  * @param {string} id
  * @returns {Uint8Array}
  */
@@ -22,7 +22,7 @@ export function blockBytes(id) {
 }
 
 /**
- * A block's bytes, inflated once.
+ * Return a block's bytes, inflated once.
  * @param {string} id
  * @returns {Promise<Uint8Array>}
  */
@@ -36,7 +36,7 @@ export function inflatedBlock(id) {
 }
 
 /**
- * What a raw deflate holds.
+ * Return the bytes that were compressed as raw deflate.
  * @param {Uint8Array} bytes
  * @returns {Promise<Uint8Array>}
  */
@@ -47,7 +47,7 @@ export async function inflate(bytes) {
 }
 
 /**
- * Bytes whose planes lie one behind the other, put together again.
+ * Return the values' bytes from byte planes: first bytes of all values, then second bytes, and so on.
  * @param {Uint8Array} bytes
  * @param {number} width bytes of a value
  * @returns {Uint8Array}

@@ -5,7 +5,7 @@
  *   head: string, sigma: string, colour: string}} Choice
  */
 
-/** What stands for all samples together: no id is empty. */
+/** The sample id that means the mean over all samples; no sample's id is empty. */
 export const MEAN = "";
 const SHOWS = ["change", "baseline", "treatment"];
 const SIGMAS = ["sigma_stage1", "sigma_topk", "retained_mass"];
@@ -30,13 +30,13 @@ export class Chosen {
     this.listeners.push(listener);
   }
 
-  /** The choice as an address holds it. */
+  /** Return the choice as the fragment of the page's address. */
   address() {
     return `#${new URLSearchParams(this.now)}`;
   }
 
   /**
-   * Choose anew; whoever draws is told what changed.
+   * Change some of the choices, and call the listeners with the names of those that changed.
    * @param {Partial<Choice>} more
    */
   choose(more) {
@@ -51,7 +51,7 @@ export class Chosen {
 }
 
 /**
- * Put the choice into the address; a frame of a notebook has no history to replace.
+ * Write the choice into the page's address; a frame of a notebook has no history to replace.
  * @param {string} address
  */
 function writeAddress(address) {
@@ -63,7 +63,7 @@ function writeAddress(address) {
 }
 
 /**
- * What the page begins with.
+ * Return the choices with which the page opens.
  * @param {Trace} trace
  * @returns {Choice}
  */
@@ -89,7 +89,7 @@ function fromAddress() {
 }
 
 /**
- * The part of a choice that some trace of the page can show; anything may stand in an address.
+ * Return the requested choices that some trace of the page can show; an address may hold anything.
  * @param {Trace[]} traces
  * @param {Record<string, string>} wanted
  * @returns {Partial<Choice>}

@@ -29,7 +29,7 @@ export function drawChoices(pane, chosen) {
 }
 
 /**
- * What any trace of the page has to choose from, each once.
+ * Return the distinct options of a choice over all traces of the page.
  * @param {Chosen} chosen
  * @param {"baseline" | "treatment" | "budget" | "measure" | "sample"} key
  * @returns {Option[]}

@@ -21,13 +21,13 @@ const DARK = {
   warning: "#ff8a80",
 };
 
-/** The colours of the paper that the page is on. */
+/** Return the colours for the page's background, light or dark. */
 export function colours() {
   return dark.matches && !printing.matches ? DARK : LIGHT;
 }
 
 /**
- * Tell when the paper changes.
+ * Call a listener when the page's background changes between light and dark.
  * @param {() => void} listener
  */
 export function onPaperChange(listener) {
@@ -36,7 +36,7 @@ export function onPaperChange(listener) {
 }
 
 /**
- * Orange below the middle, purple above it, of what lies from −1 to 1.
+ * Return a colour scale from −1 to 1: orange below 0, purple above it.
  * @returns {(value: number) => string}
  */
 export function signed() {
@@ -45,7 +45,7 @@ export function signed() {
 }
 
 /**
- * Layers from the first, dark, to the last; on dark paper the first is not black.
+ * Return the colour scale of layers, from the first, dark, to the last; never black on a dark background.
  * @returns {(share: number) => string}
  */
 export function layerColour() {

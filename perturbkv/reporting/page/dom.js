@@ -6,7 +6,7 @@ const GAP = 24;
 /** @typedef {Record<string, string | number | boolean | ((event: any) => void) | null | undefined>} Given */
 
 /**
- * An element with attributes, listeners (`onclick: …`) and children; strings become text.
+ * Return an element with attributes, listeners (`onclick: …`) and children; strings become text.
  * @template {keyof HTMLElementTagNameMap} Tag
  * @param {Tag} tag
  * @param {Given | null} [given]
@@ -25,7 +25,7 @@ export function make(tag, given, ...children) {
 }
 
 /**
- * A labelled select; `chosen` is told what is picked.
+ * Return a labelled select; `chosen` is called with the value that is picked.
  * @param {string} label
  * @param {string} name
  * @param {{value: string, text: string, disabled?: boolean}[]} options
@@ -41,7 +41,7 @@ export function select(label, name, options, value, chosen) {
 }
 
 /**
- * A table of text; columns whose heading begins with '#' are set to the right.
+ * Return a table of text; columns whose heading begins with '#' are right-aligned.
  * @param {string} caption
  * @param {string[]} headings
  * @param {(string | Node)[][]} rows the first cell of each names it
@@ -58,7 +58,7 @@ export function table(caption, headings, rows) {
 }
 
 /**
- * Put these children in place of what is there.
+ * Replace an element's children.
  * @param {Element} parent
  * @param {...(Node | string | null | false)} children
  */
@@ -67,7 +67,7 @@ export function fill(parent, ...children) {
 }
 
 /**
- * What the page lacks, and how to record it.
+ * Return a paragraph that says what is missing and how to record it.
  * @param {string} sentence
  */
 export function lacking(sentence) {
@@ -75,7 +75,7 @@ export function lacking(sentence) {
 }
 
 /**
- * How wide a pane is, in whole pixels; of one that is not laid out a usual width.
+ * Return a pane's width in whole pixels; a usual width before it is laid out.
  * @param {Element} pane
  */
 export function widthOf(pane) {
@@ -83,7 +83,7 @@ export function widthOf(pane) {
 }
 
 /**
- * Children side by side, as many as there is room for.
+ * Return children side by side in columns, as many as fit.
  * @param {Element} pane
  * @param {number} most
  * @param {(width: number) => (Node | null)[]} children made for this width each
@@ -96,7 +96,7 @@ export function inColumns(pane, most, children) {
 }
 
 /**
- * Say something to whoever listens to the page.
+ * Announce a text to screen readers.
  * @param {string} text
  */
 export function announce(text) {

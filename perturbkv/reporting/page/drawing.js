@@ -11,7 +11,7 @@ import { currentViews } from "./view.js";
  */
 /** @typedef {{part: Part, section: HTMLElement, panes: HTMLElement[], controls: HTMLElement | null}} Placed */
 
-/** Milliseconds after which a part off the screen is drawn, idle or not. */
+/** Most milliseconds that a part off the screen waits for the browser to be idle. */
 const PATIENCE = 300;
 
 export class Drawing {
@@ -37,14 +37,14 @@ export class Drawing {
     window.addEventListener("beforeprint", () => this.drawAll());
   }
 
-  /** Draw everything anew: its width changed, or numbers came. */
+  /** Draw all parts again, as the width changed or arrays were loaded. */
   redraw() {
     for (const one of this.placed) this.stale.add(one);
     this.drawVisible();
     this.drawRest();
   }
 
-  /** Draw everything anew and at once: onto paper goes also what is not on the screen. */
+  /** Draw all parts at once, also those off the screen, for printing. */
   drawAll() {
     for (const one of this.placed) this.draw(one);
   }
@@ -59,7 +59,7 @@ export class Drawing {
     this.drawRest();
   }
 
-  /** Draw what is stale and on the screen. */
+  /** Draw the stale parts that are on the screen. */
   drawVisible() {
     for (const one of [...this.stale]) if (this.onScreen(one.section)) this.draw(one);
   }
@@ -78,7 +78,7 @@ export class Drawing {
     }
   }
 
-  /** Draw the others, one at a time, when nothing else is to be done. */
+  /** Draw the stale parts off the screen, one at a time, when the browser is idle. */
   drawRest() {
     if (this.waiting || !this.stale.size) return;
     this.waiting = true;
@@ -111,14 +111,14 @@ export class Drawing {
     this.showPending();
   }
 
-  /** Say in the page how many parts are yet to be drawn. */
+  /** Write the number of parts still to be drawn into the page, for tests. */
   showPending() {
     document.body.dataset.stale = String(this.stale.size + this.pending);
   }
 }
 
 /**
- * A part's section, with a pane for each trace.
+ * Return a part with its section, and a pane per trace.
  * @param {Part} part
  * @param {Chosen} chosen
  * @returns {Placed}
@@ -142,7 +142,7 @@ function placed(part, chosen) {
 }
 
 /**
- * A part's own selects follow choices that were made elsewhere.
+ * Update a part's selects after choices that were made elsewhere.
  * @param {HTMLElement} controls
  * @param {Chosen} chosen
  */

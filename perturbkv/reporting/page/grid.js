@@ -78,7 +78,7 @@ function headAt(event, trace, across, down) {
 }
 
 /**
- * Give a drawing a hatching of its own; gives its id.
+ * Add a hatching pattern to a drawing and return its id.
  * @param {any} svg
  * @returns {string}
  */
@@ -92,7 +92,7 @@ function hatch(svg) {
 }
 
 /**
- * The colours between two words, and what hatching means where there is some.
+ * Return a legend: a colour scale between two labels, and the meaning of hatching where there is some.
  * @param {string} low
  * @param {string} high
  * @param {(share: number) => string} paint

@@ -41,7 +41,7 @@ export const head = {
 };
 
 /**
- * Every quantity; its name chooses it as the measure.
+ * Return a table of all measures of the head; a click on a name chooses the measure.
  * @param {View} view
  * @param {Chosen} chosen
  */
@@ -64,7 +64,7 @@ function quantities(view, chosen) {
 }
 
 /**
- * What the treatment changes of a quantity, and the verdict on it.
+ * Return the treatment's change of a measure, and the verdict on it.
  * @param {View} view
  * @param {number} index of the measure
  * @param {number[]} values of baseline and treatment
@@ -129,7 +129,7 @@ function overSteps(view, width) {
 }
 
 /**
- * What is known of later decode steps.
+ * Return the names of the measures that the page has per decode step.
  * @param {View} view
  */
 function names(view) {
@@ -172,7 +172,7 @@ function chart(view, marks, width, more) {
 }
 
 /**
- * What stands for which side, in every chart of two sides.
+ * Return the legend of baseline and treatment.
  * @param {View} view
  */
 export function sidesKey(view) {

@@ -11,7 +11,7 @@ const ATTENTION_STEP = 0.08;
 const SHARE_STEP = 0.0005;
 
 /**
- * A prompt's tokens as text; null where the page has none of the sample.
+ * Return a prompt's tokens as text; null where the page has none of the sample.
  * @param {Trace} trace
  * @param {number} sample
  * @returns {Promise<Text | null>}
@@ -22,7 +22,7 @@ export async function promptText(trace, sample) {
 }
 
 /**
- * (token,) share of heads that keep it under a configuration; null where the page does not say.
+ * Return (token,) the share of heads that keep each token under a configuration; null where the page lacks it.
  * @param {Trace} trace
  * @param {number} sample
  * @param {number} config
@@ -37,7 +37,7 @@ export async function keptShares(trace, sample, config) {
 }
 
 /**
- * (token,) attention at the first decode step, mean over heads; null where the page does not say.
+ * Return (token,) attention at the first decode step, mean over heads; null where the page lacks it.
  * @param {Trace} trace
  * @param {number} sample
  * @returns {Promise<Float32Array | null>}
@@ -48,7 +48,7 @@ export async function meanAttention(trace, sample) {
 }
 
 /**
- * What one head keeps; null where the page left it out.
+ * Return one head's kept tokens, losses and attention; null where the page left them out.
  * @param {Trace} trace
  * @param {number} sample
  * @param {number} head

@@ -30,7 +30,7 @@ export const layers = {
 };
 
 /**
- * Layers that an axis names: all, or every other, third, ….
+ * Return the layers with a tick: at most ten, evenly spaced.
  * @param {View} view
  */
 function ticks(view) {
@@ -63,7 +63,7 @@ function sideDrift(view, side) {
 }
 
 /**
- * Both sides' drift.
+ * Return both sides' drift by layer, where positive.
  * @param {View} view
  * @returns {Drift[]}
  */
@@ -73,7 +73,7 @@ function bothDrifts(view) {
 }
 
 /**
- * The ends of a logarithmic axis: what stands side by side has one.
+ * Return the ends of the logarithmic axis that panels share.
  * @param {Drift[]} found
  */
 function domain(found) {

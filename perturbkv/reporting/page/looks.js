@@ -13,7 +13,7 @@ const FATES = ["none", "baseline", "treatment", "both"];
 const WORDS = { none: "neither keeps it", baseline: "only the baseline keeps it", treatment: "only the treatment keeps it", both: "both keep it" };
 
 /**
- * How the tokens of a prompt look under the present choice.
+ * Return how the tokens of a prompt look under the current choice.
  * @param {View} view
  * @param {number} sample
  * @param {Text} text

@@ -124,7 +124,7 @@ function valueScale(view, all) {
 }
 
 /**
- * Pointer and keys: hovering tells, a click or an arrow chooses.
+ * Handle pointer and keys: hovering shows a tooltip, a click or an arrow key chooses a head.
  * @param {import("./grid.js").Grid} drawn
  * @param {View} view
  * @param {Scale} scale
@@ -156,7 +156,7 @@ function follow({ svg, at }, view, scale, chosen) {
 }
 
 /**
- * What hovering says of a head.
+ * Return the lines of a head's tooltip.
  * @param {View} view
  * @param {Scale} scale
  * @param {number} index

@@ -11,7 +11,7 @@ const NOTHING = 65534;
 const ENDLESS = 65535;
 
 /**
- * An array as it is stored: codes where it is quantised.
+ * Return an array as it is stored, with codes where it is quantised.
  * @param {Stored} stored
  * @returns {Promise<LoadedArray>}
  */
@@ -25,7 +25,7 @@ export async function loadArray(stored) {
 }
 
 /**
- * The part of an array behind the first of its axes, as numbers.
+ * Return the numbers of an array at indices along its first axes.
  * @param {LoadedArray} array
  * @param {number[]} indices along the first axes
  * @returns {Float32Array}
@@ -44,7 +44,7 @@ export function part(array, ...indices) {
 }
 
 /**
- * One number of an array.
+ * Return one number of an array.
  * @param {LoadedArray} array
  * @param {number[]} indices along all of its axes
  * @returns {number}
@@ -59,7 +59,7 @@ export function at(array, ...indices) {
 }
 
 /**
- * What a code of two bytes stands for.
+ * Return the number of a two-byte code.
  * @param {number} code
  * @param {Scale} scale
  * @returns {number}
@@ -72,7 +72,7 @@ export function decodeValue(code, scale) {
 }
 
 /**
- * One of verdicts that lie four in a byte: 0 tied, 1 better, 2 worse.
+ * Return one of the verdicts that are packed four to a byte: 0 tied, 1 better, 2 worse.
  * @param {Uint8Array} bytes
  * @param {number} index
  * @returns {number}

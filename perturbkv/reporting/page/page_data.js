@@ -1,4 +1,4 @@
-// What the page is told: the document of its traces.
+// The page's JSON document: its types, and reading it.
 
 /** @typedef {import("./numbers.js").Stored} Stored */
 /** @typedef {[number | null, number | null, number | null]} Estimate */
@@ -33,7 +33,7 @@
 /** @typedef {{format: number, made_with: string, traces: TraceData[]}} Page */
 
 /**
- * The document that the page was made of.
+ * Return the page's JSON document.
  * @returns {Page}
  */
 export function page() {

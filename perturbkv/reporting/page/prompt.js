@@ -59,7 +59,7 @@ export const prompt = {
 };
 
 /**
- * The pane's parts, made anew for another prompt alone.
+ * Return the pane's parts, which are made again only for another prompt.
  * @param {HTMLElement} pane
  * @param {View} view
  * @param {number} sample
@@ -104,7 +104,7 @@ function show(own, view, text, found, chosen) {
 }
 
 /**
- * Search, and jumps to what was asked for.
+ * Add the search box, and buttons that jump to the answer and to the end.
  * @param {Pane} own
  * @param {View} view
  */
@@ -137,7 +137,7 @@ function short(text) {
 }
 
 /**
- * The whole prompt as a strip: a click scrolls there.
+ * Draw the whole prompt as a strip; a click scrolls to its position.
  * @param {Pane} own
  * @param {Text} text
  * @param {Looks} found
@@ -183,7 +183,7 @@ function column(drawing, x, totals, tones) {
 }
 
 /**
- * The evicted entries that add most, of each side.
+ * Return tables of the evicted entries that would add most to the output, per side.
  * @param {Pane} own
  * @param {View} view
  * @param {Text} text
@@ -205,7 +205,7 @@ function lost(own, view, text, found) {
 }
 
 /**
- * Heads whose kept tokens the page holds, where it does not hold all.
+ * Return a list of the heads whose kept tokens are in the page, where not all are.
  * @param {View} view
  * @param {number} sample
  * @param {Chosen} chosen

@@ -60,7 +60,7 @@ function points(view, log) {
 }
 
 /**
- * The least that log axes show: far smaller heads lie on their edge.
+ * Return the lower end of log axes; heads far below it are drawn on the edge.
  * @param {number[]} values
  */
 function axisFloor(values) {

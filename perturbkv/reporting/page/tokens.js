@@ -4,7 +4,7 @@ import { make } from "./dom.js";
 
 const LEAST = 250;
 const MOST = 600;
-/** Chunks from which on those off the screen are not laid out. */
+/** Most chunks that are all laid out; of more, those off the screen are not. */
 const LONG = 20;
 const AHEAD = "600px 0px";
 
@@ -38,7 +38,7 @@ export class Tokens {
     this.whole = null;
   }
 
-  /** Stop watching. */
+  /** Stop observing the chunks. */
   close() {
     this.watch.disconnect();
   }
@@ -71,7 +71,7 @@ export class Tokens {
   }
 
   /**
-   * Where a text stands in the prompt, by its tokens: every place, from its first token to the one behind its last.
+   * Return every occurrence of a text in the prompt, as its first token and the token after its last.
    * @param {string} wanted
    * @returns {[number, number][]}
    */
@@ -88,7 +88,7 @@ export class Tokens {
   }
 
   /**
-   * The pieces of the chunk that begins there.
+   * Return the tokens' texts of the chunk that begins at a token.
    * @param {number} start
    */
   pieces(start) {
@@ -152,7 +152,7 @@ export class Tokens {
 }
 
 /**
- * Where chunks begin: behind the end of a line if there is one, so that few lines are broken that are none.
+ * Return the first token of every chunk; a chunk ends with a line where possible.
  * @param {string[]} pieces
  */
 function chunkStarts(pieces) {
@@ -165,7 +165,7 @@ function chunkStarts(pieces) {
 }
 
 /**
- * The text in small letters, and where each token begins in it.
+ * Return the text in lower case, and the position where each token begins.
  * @param {string[]} pieces
  */
 function searchIndex(pieces) {

@@ -18,12 +18,12 @@ export class Trace {
     this.size = data.layers.length * data.heads;
   }
 
-  /** Load what the first look needs. */
+  /** Load the arrays that the first drawing needs. */
   async loadFirst() {
     await this.load(Object.keys(this.data.arrays).filter((name) => !LATER.has(name)));
   }
 
-  /** Load what single samples and steps need. */
+  /** Load the arrays of single samples and decode steps. */
   async loadRest() {
     await this.load(Object.keys(this.data.arrays).filter((name) => LATER.has(name)));
   }
@@ -36,7 +36,7 @@ export class Trace {
   }
 
   /**
-   * An array that is loaded; null where the trace has none, or not yet.
+   * Return a loaded array; null where the trace lacks it or it is not loaded yet.
    * @param {string} name
    * @returns {LoadedArray | null}
    */
@@ -45,7 +45,7 @@ export class Trace {
   }
 
   /**
-   * The place of a measure; −1 where the trace lacks it.
+   * Return the index of a measure; −1 where the trace lacks it.
    * @param {string} key
    */
   measure(key) {
@@ -53,7 +53,7 @@ export class Trace {
   }
 
   /**
-   * The place of a configuration; −1 where there is none.
+   * Return the index of a configuration; −1 where the trace lacks it.
    * @param {string} side
    * @param {string} budget
    */
@@ -64,7 +64,7 @@ export class Trace {
   }
 
   /**
-   * A head's name, as analyses write it: layer-head.
+   * Return a head's name as 'layer-head'.
    * @param {number} index in the flat order of heads
    */
   headName(index) {
@@ -73,7 +73,7 @@ export class Trace {
   }
 
   /**
-   * The flat place of a head's name; −1 for one that the trace lacks.
+   * Return a head's index in the flat order of heads from its name; −1 for one that the trace lacks.
    * @param {string} name
    */
   headIndex(name) {

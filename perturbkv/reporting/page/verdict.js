@@ -38,7 +38,7 @@ function unpairedReason(view) {
 }
 
 /**
- * The change of the sum, and whether it is decided.
+ * Return a sentence with the change of the sum, and whether it is decided.
  * @param {View} view
  */
 function changeSentence(view) {
@@ -51,7 +51,7 @@ function changeSentence(view) {
 }
 
 /**
- * Whether nothing differs in any head.
+ * Return whether all heads are tied.
  * @param {View} view
  */
 function isUnchanged(view) {
@@ -59,7 +59,7 @@ function isUnchanged(view) {
 }
 
 /**
- * Whether the sum rises or falls, as far as its interval says.
+ * Return whether the sum rises or falls, as words, as far as its interval decides it.
  * @param {View} view
  */
 function directionText(view) {
@@ -73,7 +73,7 @@ function directionText(view) {
 }
 
 /**
- * The change of all heads together, with its ends.
+ * Return the change over all heads, with the ends of its interval.
  * @param {View} view
  * @returns {number[]}
  */
@@ -96,7 +96,7 @@ function totalTile(view) {
 }
 
 /**
- * Of one sample: the ratio of both sums over heads, or the difference of both means.
+ * Return one sample's ratio of sums over heads, or its difference of means.
  * @param {View} view
  */
 function sampleChange(view) {
@@ -105,7 +105,7 @@ function sampleChange(view) {
 }
 
 /**
- * Verdicts of the heads that the measure says something of.
+ * Return the verdicts of the heads for which the measure is evidence.
  * @param {View} view
  */
 function evidencedVerdicts(view) {
@@ -140,7 +140,7 @@ function countsTile(view) {
 }
 
 /**
- * Whether the trace tells what its caches hold.
+ * Return whether the cache shares of both sides are known.
  * @param {View} view
  */
 function known(view) {

@@ -1,4 +1,4 @@
-// One trace under the present choice: whose numbers are looked at, and what they say.
+// One trace under the current choice: the chosen configurations, measure, sample and head, and their numbers.
 
 import { at, part, verdictAt } from "./numbers.js";
 
@@ -10,7 +10,7 @@ import { at, part, verdictAt } from "./numbers.js";
 const last = { now: null, view: [] };
 
 /**
- * Every trace of the page under the present choice.
+ * Return a view of every trace of the page under the current choice.
  * @param {import("./choice.js").Chosen} chosen
  * @returns {View[]}
  */
@@ -23,7 +23,7 @@ export function currentViews(chosen) {
 }
 
 /**
- * Those of them that hold what is chosen: what stands side by side has one scale.
+ * Return the views that can show the current choice; panels side by side share one scale over them.
  * @param {import("./choice.js").Chosen} chosen
  * @returns {View[]}
  */
@@ -31,13 +31,13 @@ export function comparableViews(chosen) {
   return currentViews(chosen).filter((one) => !one.lacking && (one.sample < 0 || one.trace.array("sample")));
 }
 
-/** Theorem 3 speaks of heads whose σ exceeds this. */
+/** Theorem 3 holds for heads whose σ exceeds this. */
 export const EVIDENCE = 0.5;
-/** Equal but for rounding. */
+/** Verdict: equal but for rounding. */
 export const TIED = 0;
-/** The treatment is better than the baseline. */
+/** Verdict: the treatment is better than the baseline. */
 export const BETTER = 1;
-/** It is worse. */
+/** Verdict: the treatment is worse than the baseline. */
 export const WORSE = 2;
 
 export class View {
@@ -67,7 +67,7 @@ export class View {
     return this.data.measures[this.measureIndex];
   }
 
-  /** Why nothing can be shown of this trace; empty where it can. */
+  /** The reason why this trace cannot show the choice; empty where it can. */
   get lacking() {
     const { budget, baseline, treatment, measure, sample } = this.choice;
     const side = this.baseline < 0 ? baseline : this.treatment < 0 ? treatment : "";
@@ -83,14 +83,14 @@ export class View {
     return this.pair >= 0 && this.baseline !== this.treatment;
   }
 
-  /** What the numbers are of: 'mean of 8 samples', or the sample. */
+  /** The source of the numbers: 'mean of 8 samples', or the sample. */
   get of() {
     const count = this.data.samples.length;
     return this.sample >= 0 ? `sample ${this.choice.sample}` : count === 1 ? "1 sample" : `mean of ${count} samples`;
   }
 
   /**
-   * (head,) numbers of a configuration, of the mean or of the sample that is chosen, at the first decode step.
+   * Return (head,) numbers of a configuration at the first decode step, of the chosen sample or the mean.
    * @param {number} config
    * @param {number} [measure] the one that is chosen, or another
    * @returns {Float32Array}
@@ -103,7 +103,7 @@ export class View {
   }
 
   /**
-   * Where single samples hold a measure; −1 for one that the page holds the mean of alone.
+   * Return a measure's index among those stored by sample; −1 where only its mean is in the page.
    * @param {number} measure
    */
   sampleMeasureIndex(measure) {
@@ -111,7 +111,7 @@ export class View {
   }
 
   /**
-   * What is made once under this choice.
+   * Return the result of `make`, which is called once per name under this choice.
    * @template {Float32Array | Uint8Array} Made
    * @param {string} name
    * @param {() => Made} make
@@ -124,7 +124,7 @@ export class View {
   }
 
   /**
-   * The sample with a prompt in which the chosen head changes most; the first where nothing is known of it.
+   * Return the sample with a prompt in which the chosen head changes most; the first where that is unknown.
    * @returns {number}
    */
   mostChangedSample() {
@@ -136,7 +136,7 @@ export class View {
   }
 
   /**
-   * (sample,) numbers of one head.
+   * Return (sample,) numbers of one head.
    * @param {number} config
    * @param {number} head
    * @param {number} [measure]
@@ -149,7 +149,7 @@ export class View {
   }
 
   /**
-   * (head,) what the treatment changes: verdicts, ties among them.
+   * Return (head,) verdicts on the treatment: TIED, BETTER or WORSE.
    * @param {number} [measure]
    * @returns {Uint8Array}
    */
@@ -177,7 +177,7 @@ export class View {
   }
 
   /**
-   * What has no noise floor is tied where it is equal.
+   * Write verdicts of a measure without a noise floor: tied only where both sides are equal.
    * @param {Uint8Array} found
    * @param {number} measure
    * @param {boolean} less
@@ -192,7 +192,7 @@ export class View {
   }
 
   /**
-   * (head,) 1 where a bound says nothing of a head, as σ of either side is at most 0.5; null of what holds in any.
+   * Return (head,) 1 where a bound is no evidence, as σ of either side is at most 0.5; null for other measures.
    * @returns {Uint8Array | null}
    */
   unproven() {
@@ -203,7 +203,7 @@ export class View {
   }
 
   /**
-   * (head,) by what a map shows the change: the binary logarithm of a ratio, or a difference.
+   * Return (head,) the change that a map shows: the binary logarithm of a ratio, or a difference.
    * @returns {Float32Array}
    */
   changes() {
@@ -213,7 +213,7 @@ export class View {
   }
 
   /**
-   * An array that is there by now.
+   * Return an array that is loaded; throw an Error where it is not.
    * @param {string} name
    */
   requireArray(name) {

@@ -14,7 +14,7 @@ const NAMES = {
 };
 
 /**
- * 'propagated perturbation', 'isolated perturbation in L2', 'bound θ̂'.
+ * Return a measure's name in a sentence: 'propagated perturbation', 'isolated perturbation in L2', 'bound θ̂'.
  * @param {Measure} measure
  * @returns {string}
  */
@@ -25,7 +25,7 @@ export function measureName(measure) {
 }
 
 /**
- * The same with its unit, as a list of measures tells it.
+ * Return a measure's name with its unit, for a list of measures.
  * @param {Measure} measure
  * @returns {string}
  */
