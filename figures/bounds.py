@@ -43,9 +43,9 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
         configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
         ranked = _sort_agreements([one for one in result.agreements if one.correlations], configs)
         named, settings = _axis_names(configs, ranked)
-        about = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
-        further = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, about, width_mm)
-        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
+        note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
+        extra_mm = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, note, width_mm)
+        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (extra_mm if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
             panel.yaxis.label.set_size(6.5)
@@ -56,8 +56,8 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
         legend(axes[2], _draw_agreement(axes[2], ranked, settings), 2)
         for panel in (axes[0], axes[2]) if named.key else ():
             panel.set_xlabel("configuration, named below", size="medium")
-        style.draw_foot(figure, result.identity, about)
-        below = style.foot_mm(result.identity, about, width_mm)
+        style.draw_foot(figure, result.identity, note)
+        below = style.foot_mm(result.identity, note, width_mm)
         labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
 

@@ -164,8 +164,8 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
         axes.set(xlabel=f"budget, {unit}", ylabel="KL of the next token, nat")
         ticks = sorted({float(budget) for one in result for budget in one.budgets})
         axes.xaxis.set_major_locator(FixedLocator(ticks))
-        beside = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
-        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
+        legend_columns = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
         note = style.interval_legend(result.identity.samples, medians=True)
         style.draw_foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
     return figure
@@ -185,8 +185,8 @@ def _draw_thresholds(axes: Axes, result: Cliffs) -> None:
     """Draw the thresholds as dashed lines, with each method's crossing at its own height near the line."""
     colours, limits = style.category_colours(len(result)), axes.get_xlim()
     low, high = axes.get_ylim()
-    apart = min(_APART, _TOGETHER / len(result))
-    step = (high / low) ** apart if axes.get_yscale() == "log" else 1.0
+    distance = min(_APART, _TOGETHER / len(result))
+    step = (high / low) ** distance if axes.get_yscale() == "log" else 1.0
     for index, threshold in enumerate(result.thresholds):
         axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
         for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
@@ -227,9 +227,11 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
         for index, axes in enumerate(panels):
             _draw_criterion(axes, result, index)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        over = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
+        bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
         style.draw_foot(
-            figure, result.identity, f"full marks: safe, ringed the smallest; side by side at one budget · {over}"
+            figure,
+            result.identity,
+            f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
         )
     return figure
 

@@ -115,8 +115,8 @@ _LETTERS, _TITLE_LINES = 40, 4
 def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw one pair of configurations, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
     with style.use():
-        narrow, height = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
-        figure = style.figure(width_mm, (_NARROW_MM + height) * 2 if narrow else _HEIGHT_MM + height)
+        narrow, extra_mm = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
+        figure = style.figure(width_mm, (_NARROW_MM + extra_mm) * 2 if narrow else _HEIGHT_MM + extra_mm)
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
             _draw_kind(panel, result, name)
@@ -239,10 +239,10 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         titles = _panel_titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
-        shared, note = _figure_title(ordered), f"{_NOTE} · {foot_text(ordered[0])}"
-        further = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(shared, width_mm)
-        further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
-        figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
+        title_text, note = _figure_title(ordered), f"{_NOTE} · {foot_text(ordered[0])}"
+        extra_mm = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(title_text, width_mm)
+        extra_mm += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
+        figure = style.figure(width_mm, rows * height + _AROUND_MM + extra_mm + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
         ends = axis_limits([one.propagated for one in ordered])
         for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
@@ -255,7 +255,7 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
                           handletextpad=0.3, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
-        style.set_title(figure, shared)
+        style.set_title(figure, title_text)
         style.draw_foot(figure, result.identity, note)
     return figure
 
@@ -315,14 +315,14 @@ def _side_text(result: HeadComparison, several_baselines: bool, several_treatmen
 
 def _panel_titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
     """Return a title per pair: a distinct name, cache shares, share of better heads, and ratio of sums."""
-    apart = short_names([result.baseline for result in results], "selection")
+    names = short_names([result.baseline for result in results], "selection")
     baselines, treatments = _side_names(results)
     titles = []
-    for result, words in zip(results, apart, strict=True):
+    for result, setting in zip(results, names, strict=True):
         kinds = (result.isolated, result.propagated)
         shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
-        name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), words) if part)
+        name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), setting) if part)
         between = " /\n  " if grid.split else " / "
         lines = [fold(name, grid.letters), f"held / full {cache_shares_text(result.held)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip

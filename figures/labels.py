@@ -52,8 +52,8 @@ def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
         (rcParams["legend.handlelength"] + rcParams["legend.handletextpad"]),
         rcParams["legend.columnspacing"],
     )
-    room = width_mm * _POINTS_MM - 2 * size * (rcParams["legend.borderpad"] + rcParams["legend.borderaxespad"])
-    return max(1, min(most, int((room + size * between) // (widest + size * (handle + between)))))
+    available = width_mm * _POINTS_MM - 2 * size * (rcParams["legend.borderpad"] + rcParams["legend.borderaxespad"])
+    return max(1, min(most, int((available + size * between) // (widest + size * (handle + between)))))
 
 
 _LINE_MM, _ABOVE_MM = 3.0, 4.0
@@ -116,8 +116,8 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
 
 def _key_entries(key: Sequence[str], width_mm: float) -> list[str]:
     """Return 'number  name' per entry of the key, folded to the figure's width."""
-    room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
-    return [fold(f"{number}  {name}", room) for number, name in enumerate(key, 1)]
+    letters = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
+    return [fold(f"{number}  {name}", letters) for number, name in enumerate(key, 1)]
 
 
 def _key_columns(entries: Sequence[str], width_mm: float) -> int:

@@ -43,16 +43,13 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
             if len(ordered) <= _MOST_IN_A_PANEL
             else _draw_budget_columns(ordered, width_mm, narrow)
         )
-        tie = (
-            "within 2 noise floors, or the same entries kept"
-            if ordered[0].noise_floor_known
-            else "equal (no floor in this trace)"
-        )
+        tied = "within 2 noise floors, or the same entries kept"
+        if not ordered[0].noise_floor_known:
+            tied = "equal (no floor in this trace)"
         shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
-        about = style.interval_legend(result.identity.samples, medians=True)
-        note = (
-            f"drift: medians; percent: of the means over samples · {about} · ×: tied, {tie} · held / full of {shares}"
-        )
+        interval_text = style.interval_legend(result.identity.samples, medians=True)
+        drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
+        note = f"{drifts} · ×: tied, {tied} · held / full of {shares}"
         style.draw_foot(figure, result.identity, note)
     return figure
 
@@ -297,11 +294,11 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
         handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
-        beside = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
-        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        about = style.interval_legend(result.identity.samples, medians=True)
+        legend_columns = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
+        interval_text = style.interval_legend(result.identity.samples, medians=True)
         style.draw_foot(
-            figure, result.identity, f"drift and KL: medians over samples · {about}{_cache_shares_text(result)}"
+            figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
         )
     return figure
 

@@ -55,8 +55,8 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         shown, curves, narrow = drawn_columns(result), _curves_by_method(result), width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(shown))
         rows = -(-len(shown) // columns)
-        beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
-        legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
+        legend_columns = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
+        legend_mm = -(-(len(curves) + 1) // legend_columns) * _LEGEND_MM
         note = f"{scores_note(result.datasets)} {_bars_text(result)}"
         foot_mm = style.long_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
@@ -69,7 +69,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
             panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
-        figure.legend(handles=_quality_legend(curves), loc="outside upper left", ncols=beside)
+        figure.legend(handles=_quality_legend(curves), loc="outside upper left", ncols=legend_columns)
         style.draw_foot(figure, result.identity, note)
     return figure
 
@@ -94,8 +94,8 @@ def _draw_column(axes: Axes, column: ScoreColumn, curves: Curves, title_letters:
     """Draw one data set's scores over cache shares, a curve per method; `title_letters` per line of the title."""
     _draw_full_score(axes, column)
     offsets = np.arange(len(curves)) - (len(curves) - 1) / 2
-    apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
-    looks = zip(curves.items(), _method_looks(len(curves)), apart * offsets, strict=True)
+    distance = min(_APART, _SPREAD / max(1, len(curves) - 1))
+    looks = zip(curves.items(), _method_looks(len(curves)), distance * offsets, strict=True)
     for (name, members), (colour, marker), points in looks:
         scores = [column.methods[index] for index, _ in members]
         curve = axes.errorbar(100 * np.array([_cache_share(column, *one) for one in members]),
@@ -343,9 +343,9 @@ def _named_rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
 
 def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | None, width_mm: float) -> list[str]:
     """Return distinct names with cache shares; `limit`: entries above which caches were compressed again."""
-    room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
+    letters, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
     names = short_names([config for config, _ in configs])
     return [
-        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
+        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", letters)
         for name, (_, share) in zip(names, configs, strict=True)
     ]

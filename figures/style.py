@@ -130,6 +130,7 @@ class NotebookFigure(Figure):
     """A figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
+        """Return the figure as a PNG file for a notebook."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=_SCREEN_DPI)
         return buffer.getvalue()

@@ -316,6 +316,7 @@ class Trace:
         return "\n".join([self._title(), *(f"  {label}" for label in self.run.labels())])
 
     def _repr_html_(self) -> str:
+        """Return the trace's title and a table of its variables as HTML for a notebook."""
         small = [name for name in self.arrays if not VARIABLES[name].in_rows and not VARIABLES[name].raw]
         rows = [
             (name, " ".join(VARIABLES[name].dims), "×".join(map(str, self.arrays[name].shape)), VARIABLES[name].units)
