@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from os import getpid
 from pathlib import Path
 
 import torch
@@ -80,7 +81,7 @@ class _RollCall:
 
         def process_id(item: int) -> int:
             time.sleep(_DELAY)
-            return os.getpid()
+            return getpid()
 
         return process_id
 

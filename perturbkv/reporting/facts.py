@@ -37,7 +37,7 @@ def trace_title(trace: Trace) -> str:
     return escape_line(f"{trace.run.model} · {trace.run.dataset}")
 
 
-def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
+def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     """Return (label, value) pairs that identify the run, without values that are defaults."""
     run = identity(trace, trace.run.configs)
     facts = {

@@ -194,7 +194,7 @@ def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
 
 def test_merging_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PerturbkvError, match="merging failed: .*nothing.h5"):
-        many_workers._time_merge(tmp_path / "nothing.h5")
+        many_workers.run_json([*many_workers._MERGING, str(tmp_path / "nothing.h5")], "merging")
 
 
 def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
