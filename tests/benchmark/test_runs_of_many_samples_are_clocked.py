@@ -160,7 +160,7 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(engine: str, sizes: list[int]) -> Iterator[list[_Here]]:
         yield [_Here(count=size) for size in sizes]
 
-    monkeypatch.setattr(many_workers, "crews", made)
+    monkeypatch.setattr(many_workers, "open_crews", made)
     monkeypatch.setattr(many_workers, "getpid", itertools.count().__next__)
 
 
