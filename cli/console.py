@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from perturbkv.display import Table, show
+from perturbkv.display import Table, print_part
 from perturbkv.escaping import escape_control_characters, escape_json, escape_line
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ err = screen(stderr=True)
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on stdout; a column whose name begins with `#` holds numbers."""
-    show(out, Table(title, columns, list(rows)))
+    print_part(out, Table(title, columns, list(rows)))
 
 
 def say(text: str, bold: bool = False) -> None:
@@ -67,10 +67,10 @@ def result(results: Sequence[Result], title: str, subtitle: str = "", explain: b
     if subtitle:
         say(subtitle)
     for part in [part for one in results for part in one.body()]:
-        show(out, part)
+        print_part(out, part)
     say("\n".join(_distinct_notes(results)))
     for part in [part for one in results for part in one.explain()] if explain else []:
-        show(out, part)
+        print_part(out, part)
 
 
 def _distinct_notes(results: Sequence[Result]) -> list[str]:

@@ -58,9 +58,9 @@ def bench(
         _check_nothing_typed(context)
         return
     from perturbkv.benchmark import suite
-    from perturbkv.benchmark.rows import check_names
+    from perturbkv.benchmark.rows import find_targets
 
-    targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
+    targets, settings = find_targets(only or []), suite.Settings(model, tokens, repeats, dtype, device)
     _check_effects(context, {target.name for target in targets})
     _run(suite, settings, targets, _output_path(output, "bench"), overwrite, as_json)
 
@@ -84,9 +84,9 @@ def scale(
     process fails says why, and the command exits with 1 when the others are done.
     """
     from perturbkv.benchmark import many_samples
-    from perturbkv.benchmark.rows import SCALE, check_names
+    from perturbkv.benchmark.rows import SCALE, find_targets
 
-    targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
+    targets, settings = find_targets(only or [], SCALE), many_samples.Settings(model, samples, repeats)
     _run(many_samples, settings, targets, _output_path(output, "scale"), overwrite, as_json)
 
 
@@ -107,9 +107,9 @@ def report(
     headless Chromium, where it is installed.
     """
     from perturbkv.benchmark import report_pages
-    from perturbkv.benchmark.rows import REPORT, check_names
+    from perturbkv.benchmark.rows import REPORT, find_targets
 
-    targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
+    targets, settings = find_targets(only or [], REPORT), report_pages.Settings(tokens, repeats)
     _run(report_pages, settings, targets, _output_path(output, "report"), overwrite, as_json)
 
 
@@ -123,11 +123,11 @@ def compare(
 
     Exits with 1 where a row became worse by more than the tolerance.
     """
-    from perturbkv.benchmark.rows import compare, other_settings, read
+    from perturbkv.benchmark.rows import compare, read, setting_differences
 
     numbers.check_number("--tolerance", tolerance)
     before, after = read(old), read(new)
-    changes, others = compare(before, after, tolerance), other_settings(before, after)
+    changes, others = compare(before, after, tolerance), setting_differences(before, after)
     if as_json:
         console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
     else:
@@ -168,7 +168,7 @@ def _output_path(output: Path | None, name: str) -> Path:
 
 def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overwrite: bool, as_json: bool) -> None:
     """Run a suite, a module of the benchmark; write and print its report; exit with 1 where a row failed."""
-    with new_file(path, overwrite) as temporary, console.progress("groups", suite.groups(settings)) as bar:
+    with new_file(path, overwrite) as temporary, console.progress("groups", suite.group_count(settings)) as bar:
         report: Report = suite.measure(settings, targets, lambda name: bar.advance())
         temporary.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     if as_json:

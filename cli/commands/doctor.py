@@ -49,11 +49,12 @@ def _findings() -> dict[str, str]:
 def _embedded_model() -> str:
     """Return the embedded model's name, quantisation and path as text, or how to install it."""
     from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
-    from perturbkv.models.gguf import read_header, storage
+    from perturbkv.models.gguf import read_header
     from perturbkv.models.sources import embedded_gguf
+    from perturbkv.models.stored_weights import gguf_storage
 
     path = embedded_gguf()
-    return f"{EMBEDDED}: {storage(read_header(path))[1]}; {path}" if path else f"missing: {INSTALL_EMBEDDED}"
+    return f"{EMBEDDED}: {gguf_storage(read_header(path)).detail}; {path}" if path else f"missing: {INSTALL_EMBEDDED}"
 
 
 def _norm_kernel() -> str:

@@ -84,9 +84,9 @@ def patching(
 
 def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, patches: PatchingConfig) -> None:
     """Measure the missing mixtures, write figure and numbers, and print them; exit with 1 where samples failed."""
-    from perturbkv.api.questions import game_of, run_patching
+    from perturbkv.api.questions import patching_game, run_patching
 
-    game_of(planned, patches)
+    patching_game(planned, patches)
     session, path = Session("patching", OutputFolder(folder, run.overwrite), look, run.as_json), folder / FILE
     with session.claim([session.name]):
         with console.progress("mixtures") as bar:
@@ -98,9 +98,9 @@ def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, 
 
 def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
     """Print the plan of a dry run, with the numbers of mixtures that it would measure."""
-    from perturbkv.api.questions import cost, game_of
+    from perturbkv.api.questions import mixture_counts, patching_game
 
-    mixtures, samples = cost(planned, patches, game_of(planned, patches)), len(planned.prompts)
+    mixtures, samples = mixture_counts(planned, patches, patching_game(planned, patches)), len(planned.prompts)
     if run.as_json:
         console.print_json({**dry_run.describe(planned, None), "mixtures": mixtures})
         return

@@ -117,7 +117,7 @@ def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[lis
 
     sizes = equality.Sizes(entries)
     work = {
-        **{f"{layout} cache": partial(equality.check, device, sizes, layout) for layout in equality.LAYOUTS},
+        **{f"{layout} cache": partial(equality.check_layout, device, sizes, layout) for layout in equality.LAYOUTS},
         "Triton norms": partial(checks.check_kernel, device),
         "--device-map auto": partial(checks.check_placement, placed, device, 256),
     }
@@ -156,7 +156,7 @@ def _run_bench(device: torch.device) -> Report:
     from perturbkv.benchmark import rows, suite
 
     console.note("bench")
-    return suite.measure(suite.Settings(device=str(device)), rows.check_names(GPU_ROWS))
+    return suite.measure(suite.Settings(device=str(device)), rows.find_targets(GPU_ROWS))
 
 
 def _document(

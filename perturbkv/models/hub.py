@@ -58,13 +58,13 @@ def unreachable() -> str:
     return ""
 
 
-def connection_errors() -> tuple[type[Exception], ...]:
-    """Return the hub client's exceptions for a refused, cut or slow connection and for invalid HTTP.
+def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the hub client's exceptions for a refused, cut or slow connection and for invalid HTTP; and `more`.
 
     The client's library is httpx, under whichever name this version imports it.
     """
     library = sys.modules[type(get_session()).__module__.partition(".")[0]]
-    return (library.RequestError,)
+    return (library.RequestError, *more)
 
 
 def refusal_reason(response: Any, what: str) -> str:
@@ -144,7 +144,7 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
         before = _partial_size(partial)
         try:
             _append_missing(file, url, partial)
-        except (*connection_errors(), _CutError) as error:
+        except connection_errors(_CutError) as error:
             failures = failures + 1 if _partial_size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
                 msg = (
@@ -294,7 +294,7 @@ def find(name: str, revision: str = "", kind: str = "model") -> Repository:
     if not reason:
         try:
             return _request_repository(name, revision, kind)
-        except (*connection_errors(), _SilentError) as error:
+        except connection_errors(_SilentError) as error:
             reason = f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}"
         except HubError as error:
             reason = str(error)

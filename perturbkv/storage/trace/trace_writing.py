@@ -30,7 +30,7 @@ from perturbkv.storage.run.sample_parts import Shapes
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
 from perturbkv.storage.trace.texts import storable_text
-from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, whole_sizes, write_sample
+from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, trace_sizes, write_sample
 
 
 class Stream(io.RawIOBase):
@@ -151,7 +151,7 @@ def write_trace(
     `shapes` returns the shapes of a sample's variables, None where it failed; `sample` returns the sample itself.
     Raises TraceError where the samples' axes differ, OSError where the file cannot be written.
     """
-    sizes, names = whole_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
+    sizes, names = trace_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
     texts = {name: storable_text(str(value)) for name, value in attrs.items()}  # file names may have arbitrary bytes
     texts |= {"format": FORMAT, "run": run.to_json()}
     _check_free_space(path.parent, least_bytes(sizes, names))
