@@ -274,7 +274,8 @@ SIDE = ("policy", "selection")
 """Choices in which the sides of a comparison differ."""
 OWNERS = (*SIDE, "granularity", "precision", "correction")
 """Choices that have options."""
-_PLAIN = ("budget", "window", "protect_first", "protect_recent")
+_AFTER_SIDES = ("budget", "window", "granularity", "precision", "correction", "protect_first", "protect_recent")
+"""The other choices, in the order of a label."""
 _DEFAULTS = ("full", "none")
 """Precision and correction that labels leave out."""
 _PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
@@ -331,10 +332,9 @@ def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Col
         varied: those of them whose options differ between any of the configurations.
     """
     named = {name: text for name, text in texts.items() if name in words or name in varied or "(" in text}
-    sides = ":".join(named.pop(name) for name in SIDE if name in named)
-    named = {name: text for name, text in named.items() if text not in _DEFAULTS}
-    rest = [word for name, word in words.items() if name in _PLAIN]
-    return " ".join([*([sides] if sides else []), *rest, *named.values()])
+    sides = ":".join(named[name] for name in SIDE if name in named)
+    parts = [named.get(name, "") if name in OWNERS else words.get(name, "") for name in _AFTER_SIDES]
+    return " ".join(part for part in (sides, *parts) if part and part not in _DEFAULTS)
 
 
 def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
@@ -445,10 +445,12 @@ def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
         words = [_choice_text(name, getattr(config, name)) for name in varied]
-        groups.setdefault(" ".join([str(config.budget), *words]), []).append(index)
+        groups.setdefault(" ".join(filter(None, [str(config.budget), *words])), []).append(index)
     return groups
 
 
 def _choice_text(name: str, value: Choice | float) -> str:
-    """Return a choice as text; a number with its name: 'protect-first=4'."""
-    return str(value) if isinstance(value, Choice) else f"{name.replace('_', '-')}={value:g}"
+    """Return a choice as a label has it: a number with its name, 'protect-first=4'; empty for a default."""
+    if isinstance(value, Choice):
+        return "" if value.name in _DEFAULTS else str(value)
+    return f"{name.replace('_', '-')}={value:g}" if value else ""

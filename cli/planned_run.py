@@ -196,10 +196,17 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
     from perturbkv.datasets.prompts import load
 
     return load(
-        options.dataset, tokenizer, samples=options.samples, seed=options.seed, data_dir=options.data_dir,
-        lengths=options.lengths, depths=options.depths, haystack=options.haystack, max_tokens=options.max_tokens,
-        chat_template=options.chat_template, positions=positions, metric=metric,
+        options.dataset, tokenizer, max_tokens=options.max_tokens, chat_template=options.chat_template,
+        positions=positions, **_data_request(options, metric),
     )  # fmt: skip
+
+
+def _data_request(options: DataOptions, metric: str) -> dict[str, Any]:
+    """Return what the options request of a data set. Raises ConfigError for --length and --depth without numbers."""
+    return {
+        "samples": options.samples, "seed": options.seed, "data_dir": options.data_dir, "lengths": options.lengths,
+        "depths": options.depths, "haystack": options.haystack, "metric": metric,
+    }  # fmt: skip
 
 
 def plan_all(
@@ -212,12 +219,12 @@ def plan_all(
 ) -> list[Plan]:
     """Return a plan per run, with one model; the other parameters are those of `plan`.
 
-    Raises PerturbkvErrors, those for unknown data sets first.
+    Raises PerturbkvErrors, those for the request of a data set first.
     """
-    from perturbkv.datasets.dataset_registry import check_name
+    from perturbkv.datasets.prompts import check_request
 
     for run in runs:
-        check_name(run.dataset)
+        check_request(run.dataset, **_data_request(run, metric))
     plans: list[Plan] = []
     for run in runs:
         opened = plans[0].files if plans else files
@@ -250,7 +257,7 @@ def plan(
         raise ConfigError(msg)
     from perturbkv.cache import entries
     from perturbkv.configs.run import Settings
-    from perturbkv.datasets import dataset_registry as datasets
+    from perturbkv.datasets.prompts import check_request
     from perturbkv.engines import engine_choice
     from perturbkv.models.loading import open_model, pick_dtype
     from perturbkv.pipeline.run.plan import Placement
@@ -260,7 +267,7 @@ def plan(
     from perturbkv.selection.policies import registry as policies
     from perturbkv.selection.resolved_config import resolve
 
-    datasets.check_name(options.dataset)
+    check_request(options.dataset, **_data_request(options, metric))
     resources, device = options.resources, engine_choice.pick_run_device(options.engine_config, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)

@@ -95,8 +95,8 @@ def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: floa
     layers, heads = values.shape
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.pcolormesh(np.ma.masked_invalid(values), vmin=low, vmax=high, cmap=colours, gid="map", linewidth=0,
-                    rasterized=layers * heads > 4000)  # fmt: skip
+    axes.pcolormesh(np.ma.masked_invalid(values), vmin=low, vmax=high, cmap=colours, linewidth=0, edgecolor="white",
+                    gid="map", rasterized=layers * heads > 4000)  # fmt: skip
     axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="", ylabel="")
     for axis, count in ((axes.xaxis, heads), (axes.yaxis, layers)):
         shown = range(0, count, _tick_distance(count))

@@ -177,12 +177,8 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         """Return how often the next token is the full run's, at the smallest budget and at the largest."""
         counts = f"(n = {plural(self.identity.samples, 'sample')})"
         if len(self.members) > _MOST_CURVES:
-            shares = [
-                (f"b={budget} of {curve.name}", *_agreement(curve, index))
-                for curve in self.members
-                for index, budget in enumerate(curve.budgets)
-            ]
-            return f"The share of samples whose next token is the full run's goes from {extremes(shares)} {counts}."
+            shares = [(name, *_agreement(curve, index)) for name, curve, index in self._points()]
+            return f"The share of samples whose next token is the full run's goes from {extremes(shares, "with")} {counts}."
         clauses = (f"{_agreement_range(curve)} of samples with {curve.name}" for curve in self.members)
         return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
 
@@ -193,11 +189,13 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per selection and budget."""
-        return [
-            Line(f"{curve.name} b={budget}", (curve.at(index),))
-            for curve in self.members
-            for index, budget in enumerate(curve.budgets)
-        ]
+        return [Line(name, (curve.at(index),)) for name, curve, index in self._points()]
+
+    def _points(self) -> list[tuple[str, BudgetCurve, int]]:
+        """Return the configuration's name, the curve and the index of the budget, per configuration."""
+        points = [(curve, index) for curve in self.members for index in range(len(curve.configs))]
+        names = pairing.method_names([curve.configs[index] for curve, index in points])
+        return [(name, *point) for name, point in zip(names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
         """Return the note on cache shares above 1, where there are any."""

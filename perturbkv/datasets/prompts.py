@@ -124,14 +124,7 @@ def load(
 
     Raises UnknownNameError, DatasetError and ConfigError for invalid data.
     """
-    chosen: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
-    requested = DatasetOptions(
-        samples=DEFAULT_SAMPLES if samples is None else samples,
-        at_most=samples is None,
-        **{field: value for field, value in chosen.items() if value},
-        **options,
-    )
-    dataset_registry.check_name(name)
+    requested = check_request(name, samples=samples, lengths=lengths, depths=depths, data_dir=data_dir, **options)
     if dataset_registry.uses_option(name, "lengths") and positions is not None:
         _check_length(name, max(requested.lengths), max_tokens, positions)
     loaded = dataset_registry.load(name, requested, tokenizer)
@@ -141,6 +134,29 @@ def load(
         encode(sample, tokenizer, chat_template=chat_template, max_tokens=max_tokens) for sample in loaded.samples
     )
     return Prompts(prompts, name, loaded.options, chat_template, max_tokens, loaded.generation_length, requested.seed)
+
+
+def check_request(
+    name: str,
+    *,
+    samples: int | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = (),
+    data_dir: Path | None = None,
+    **options: Any,
+) -> DatasetOptions:
+    """Return the options of a dataset, with defaults as in `load`, after all checks that need no tokenizer.
+
+    Raises UnknownNameError for a dataset that is not there, and as `DatasetOptions`.
+    """
+    dataset_registry.check_name(name)
+    chosen: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
+    return DatasetOptions(
+        samples=DEFAULT_SAMPLES if samples is None else samples,
+        at_most=samples is None,
+        **{field: value for field, value in chosen.items() if value},
+        **options,
+    )
 
 
 def _check_length(name: str, length: int, max_tokens: int | None, positions: int) -> None:
