@@ -108,7 +108,7 @@ class Ablation(SettingsResult):
             if row.name == name
         ]
         several = len({row.alpha for _, row in rows}) > 1
-        names = [f"{where} alpha={row.alpha_text}".strip() if several else where for where, row in rows]
+        names = [f"{where} α={row.alpha_text}".strip() if several else where for where, row in rows]
         return [row.propagated.case(name) for name, (_, row) in zip(names, rows, strict=True)]
 
     def _gain_clause(self, name: str, phrase: str) -> str:

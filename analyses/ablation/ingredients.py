@@ -70,7 +70,7 @@ class Row(ComparisonRow):
     @property
     def title(self) -> str:
         """The name, with its α where it has one."""
-        return f"{self.name} alpha={self.alpha_text}" if self.alpha_text else self.name
+        return f"{self.name} α={self.alpha_text}" if self.alpha_text else self.name
 
 
 @record

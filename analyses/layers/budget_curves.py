@@ -178,7 +178,8 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         counts = f"(n = {plural(self.identity.samples, 'sample')})"
         if len(self.members) > _MOST_CURVES:
             shares = [(name, *_agreement(curve, index)) for name, curve, index in self._points()]
-            return f"The share of samples whose next token is the full run's goes from {extremes(shares, "with")} {counts}."
+            span = extremes(shares, "with")
+            return f"The share of samples whose next token is the full run's goes from {span} {counts}."
         clauses = (f"{_agreement_range(curve)} of samples with {curve.name}" for curve in self.members)
         return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
 
