@@ -15,10 +15,9 @@ from perturbkv.selection.policies import registry
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
-    from perturbkv.selection.ranking import Scores
 
-Rule = Callable[["Scores", "ResolvedConfig"], Any]
-"""Function from the scores of a layer to the one that ranks a configuration's entries."""
+Rule = Callable[[Any, "ResolvedConfig"], Any]
+"""Function from the `Scores` of a layer (`ranking`, which imports this module) to the one that ranks its entries."""
 
 
 @dataclass(frozen=True)

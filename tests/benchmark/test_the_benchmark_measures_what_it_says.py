@@ -175,7 +175,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(suite, "in_process", answer)
     spent = {"help": {"command": [0.2, 0.6], "import": [0.1, 0.3]}, "figure": {"command": [3.0], "import": [1.0]}}
-    monkeypatch.setattr(suite.startup, "seconds", lambda model, repeats: spent)
+    monkeypatch.setattr(suite.startup, "startup_seconds", lambda model, repeats: spent)
 
 
 @pytest.mark.usefixtures("answered")
