@@ -1,32 +1,13 @@
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from perturbkv.cli import console
-from perturbkv.cli.main import main
 from tests.support.folders import model_folder
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command left: exit code, standard output, standard error."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        return json.loads(self.out)
+from tests.support.screens import Ran, run
 
 
 @pytest.fixture(scope="session")
@@ -44,27 +25,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def perturbkv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ran]:
-    """Run the command in this process, in an empty folder, as 80 columns would show it."""
+    """Run the command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: object) -> Ran:
-        out, err = io.StringIO(), io.StringIO()
-        screens = mock.patch.multiple(console, out=console.Console(file=out), err=console.Console(file=err))
-        argv = mock.patch.object(sys, "argv", ["perturbkv", *map(str, arguments)])
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), screens, argv:
-            code = _exit_code()
-        return Ran(code, out.getvalue(), err.getvalue())
-
     return run
-
-
-def _exit_code() -> int:
-    try:
-        main()
-    except SystemExit as left:
-        return int(left.code or 0)
-    return 0
 
 
 @pytest.fixture

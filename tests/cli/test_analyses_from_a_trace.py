@@ -102,33 +102,6 @@ def test_analyses_of_one_trace_share_a_summary_and_another_trace_starts_anew(
     assert set(json.loads(Path("out/summary.json").read_text())["analyses"]) == {"heads"}
 
 
-def test_a_summary_of_others_is_left_alone(perturbkv: Run, measured: Path) -> None:
-    Path("summary.json").write_text("mine")
-    ran = perturbkv("assumption", measured, "-o", ".")
-    assert ran.code == 2
-    assert "expected a summary of ours at summary.json" in ran.err
-    assert Path("summary.json").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["assumption", "measured.h5", "-o", "file"],
-        ["assumption", "measured.h5", "-o", "file/folder"],
-        ["export", "measured.h5", "-o", "file/t.csv"],
-        ["layers", "measured.h5", "-o", "/proc/nowhere"],
-    ],
-    ids=" ".join,
-)
-def test_a_place_that_cannot_be_written_is_one_line(perturbkv: Run, measured: Path, command: list[str]) -> None:
-    Path("file").write_text("mine")
-    ran = perturbkv(*command)
-    assert ran.code == 2
-    (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
-    assert "choose another place" in line
-    assert Path("file").read_text() == "mine"
-
-
 def test_json_is_the_summary_of_the_analysis(perturbkv: Run, measured: Path) -> None:
     told = perturbkv("bound-tightness", measured, "-o", "out", "--json").json()
     stored = json.loads(Path("out/summary.json").read_text())
@@ -199,34 +172,6 @@ def test_a_variable_that_is_not_there_is_named_with_what_records_it(
     needs = "heads" if command == "ablation" else command  # ablation compares head by head
     assert f"error: {needs} needs the variable '{variable}'" in ran.err
     assert "record it: perturbkv trace --model tiny --dataset random" in ran.err
-
-
-def test_a_trace_without_what_is_compared_is_refused(perturbkv: Run, measured: Path) -> None:
-    for command, options in (
-        ("layers", ["--compare", "attention,position"]),
-        ("assumption", ["--selection", "position"]),
-        ("bound-tightness", ["--selection", "position"]),
-    ):
-        ran = perturbkv(command, measured, *options, "-o", "out")
-        assert ran.code == 2, command
-        assert "got a trace of snapkv:attention" in ran.err
-    assert [path.name for path in Path().iterdir()] == [measured.name]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--columns", 3], "--columns must be 1 (84 mm) or 2 (174 mm), got 3"),
-        (["--format", "gif"], "unknown format 'gif'"),
-        (["--step", -1], "at least 0, got -1"),
-        (["--step", 1], "a step from 0 to 0, got 1"),
-        (["--distance", "l3"], "unknown distance 'l3'"),
-    ],
-)
-def test_options_of_an_analysis(perturbkv: Run, measured: Path, options: list[object], words: str) -> None:
-    ran = perturbkv("layers", measured, *options, "-o", "out")
-    assert ran.code == 2
-    assert words in ran.err
 
 
 def test_export_holds_a_row_per_head_in_both_formats(perturbkv: Run, measured: Path) -> None:

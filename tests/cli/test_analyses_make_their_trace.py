@@ -65,11 +65,6 @@ def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list
     assert Path("out/split.pdf").exists()
 
 
-def test_the_help_of_split_names_its_corrections(perturbkv: Run) -> None:
-    told = " ".join(perturbkv("question", "split", "--help").out.split())
-    assert "[corrected, corrected(mass=linear), corrected-oracle]" in told
-
-
 def test_sides_and_corrections_of_a_split_are_chosen(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*tiny, "--compare", "two-stage,random", "--correction", "corrected", "--dry-run", "--json"]
     told = [one["config"] for one in perturbkv("question", "split", *asked).json()["kept"]]
@@ -116,12 +111,6 @@ def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv:
     refused = perturbkv("layers", *unbudgeted, "--budget", "0.025", "-o", "other")
     assert refused.code == 2
     assert "raise the budget above 8 or lower --window" in refused.err
-
-
-def test_where_no_budget_fits_that_is_an_error(perturbkv: Run, unbudgeted: list[object]) -> None:
-    ran = perturbkv("assumption", *instead(unbudgeted, "--window", 150), "-o", "out")
-    assert ran.code == 2
-    assert "window of 150" in ran.err
 
 
 def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:

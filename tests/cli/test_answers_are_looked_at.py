@@ -126,36 +126,3 @@ def test_what_came_from_a_judge_that_failed_is_there_the_next_time(perturbkv: Ru
     assert "\x1b" not in failed.err
     assert not Path("out/quality-judge.json").exists()
     assert len(Path("out/judgements.jsonl").read_text().splitlines()) == 1 + 3
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--judge", "true", "--seed", "1"], "--seed has no effect here: it needs --pairwise"),
-        (["--judge", "true", "--pairwise", "--scale", "1,2"], "--scale has no effect here"),
-        (["--judge", "true", "--scale", "1"], "--scale takes the least and the largest score"),
-        (["--judge", "true", "--scale", "2,1"], "the least and the largest score, such as 1,10; got"),
-        (["--judge", "true", "--time-limit", "0"], "(--time-limit) must be a number of seconds above 0"),
-        (["--judge", "'"], "No closing quotation"),
-        (
-            ["--judge", "true"],
-            "which perturbkv generate writes, at none.jsonl, got nothing; give another file",
-        ),
-        ([], "--divergence and --judge look at a file of answers"),
-    ],
-)
-def test_a_judge_that_cannot_be_asked_is_refused_and_nothing_is_written(
-    perturbkv: Run, words: list[str], told: str
-) -> None:
-    ran = perturbkv("quality", "none.jsonl", *words)
-    assert ran.code == 2
-    assert told in ran.err
-    assert len(ran.err.splitlines()) == 1
-    assert list(Path().iterdir()) == []
-
-
-def test_chats_that_no_model_can_be_asked_are_refused_by_line(perturbkv: Run, model: Path, chats: Path) -> None:
-    ran = perturbkv("generate", "--model", model, "--dataset", chats, "-o", "out")
-    assert ran.code == 2
-    assert f"{chats}, line 1: messages need the model's chat template, which this tokenizer lacks" in ran.err
-    assert not Path("out").exists()

@@ -116,37 +116,6 @@ def test_what_is_asked_when_nobody_says(perturbkv: Run, model: Path, two: str) -
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("dataset", "said"),
-    [
-        ("first.jsonl,first.jsonl", "expected different values for --dataset, got first.jsonl twice"),
-        ("first.jsonl,nowhere", "unknown dataset 'nowhere'"),
-        ("first.jsonl,bare.jsonl", "in every sample of bare.jsonl, to grade generated ones by, got none in 2 of 2"),
-        (",", "--dataset takes names of data sets, separated by commas; got ','"),
-        ("first.jsonl,there/first.jsonl", "expected data sets of different names, got first.jsonl and there/first"),
-        ("first.jsonl,gone.jsonl", "gone.jsonl"),
-    ],
-)
-def test_bad_data_sets_are_one_line_before_a_model_is_loaded(
-    perturbkv: Run, two: str, small: list[object], loads: list[str], dataset: str, said: str
-) -> None:
-    Path("there").mkdir()
-    prompts(Path("there/first.jsonl"), 2)
-    prompts(Path("bare.jsonl"), 2, answered=False)
-    ran = perturbkv("quality", *small, "--dataset", dataset, "-o", "out")
-    assert ran.code == 2, ran.out
-    assert len(ran.err.splitlines()) == 1
-    assert said in ran.err
-    assert loads == []
-    assert not Path("out").exists()
-
-
-def test_what_is_wrong_with_the_data_is_told_before_what_a_budget_needs(perturbkv: Run, model: Path) -> None:
-    prompts(Path("bare.jsonl"), 2, answered=False)
-    ran = perturbkv("quality", "--model", model, "--dataset", "bare.jsonl", "--budget", 0.1, "--dry-run")
-    assert (ran.code, "to grade generated ones by, got none in 2 of 2" in ran.err) == (2, True), ran.err
-
-
 def test_budgets_that_a_short_data_set_takes_from_all_tables_are_told_before_the_run(
     perturbkv: Run, model: Path, two: str
 ) -> None:
@@ -177,23 +146,6 @@ def test_rows_of_several_data_sets_in_one_file_are_told_whose_answers_may_be_lon
     assert perturbkv(*needle).code == 0  # which names no length
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
-        (["--compare", ","], "--compare takes methods such as snapkv:attention, got none"),
-        (["--compare", "attention,attention"], "expected different values for --compare"),
-        (["--depth", 0.5], "--depth has no effect here: it needs --dataset needle"),
-    ],
-)
-def test_other_options_that_cannot_be_met_are_refused(
-    perturbkv: Run, model: Path, two: str, option: Any, said: str
-) -> None:
-    ran = perturbkv("quality", "--model", model, "--window", 8, "--dataset", two, *option, "-o", "out")
-    assert (ran.code, said in ran.err) == (2, True), ran.err
-    assert not Path("out").exists()
-
-
 def test_an_option_that_matters_to_one_of_the_data_sets_is_taken(perturbkv: Run, small: list[object], two: str) -> None:
     asked = [*small, "--dataset", f"{two},needle", "--length", 300, "--depth", 0.5, "--samples", 2, "--dry-run"]
     ran = perturbkv("quality", *asked)
@@ -214,21 +166,6 @@ def test_a_table_of_somebody_else_stays(
     assert perturbkv(*command, "--overwrite").code == 0
     assert mine.read_text() != "mine"
     assert perturbkv(*command).code == 0, "our own is replaced unasked"
-
-
-def test_traces_that_do_not_belong_together_are_one_line(perturbkv: Run) -> None:
-    full, rows = [1.0, 0.5], [[1.0, 0.5, 0.0], [0.5, 0.5, 0.0]]
-    graded("qasper", full, rows).save("a.h5")
-    graded("trec", full, rows, model="other").save("b.h5")
-    ran = perturbkv("quality", "a.h5", "b.h5", "-o", "out")
-    assert (ran.code, len(ran.err.splitlines())) == (2, 1)
-    assert "expected traces of one model, got m in a.h5 and other in b.h5" in ran.err
-    twice = perturbkv("quality", "a.h5", "a.h5")
-    assert twice.code == 2
-    made = perturbkv("quality", "a.h5", "--dataset", "needle")
-    assert "--dataset has no effect on a finished trace, and a.h5 is one" in made.err
-    assert perturbkv("quality", "nothing.h5").code == 2
-    assert not list(Path().glob("quality.*"))
 
 
 def test_failed_samples_are_told_and_a_data_set_without_any_other_is_left_out(perturbkv: Run) -> None:

@@ -48,28 +48,6 @@ def test_the_document_on_stdout_is_the_files(perturbkv: Run, asked: list[object]
     assert (document["verdict"], len(document["runs"])) == ("exact", 1)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--situation", "alone"], "unknown situation 'alone'"),
-        (["--situation", "single", "--situation", "single"], "expected different values for --situation"),
-        (["--length", "300"], "--length has no effect here: it needs --dataset needle"),
-        (["--steps", "0"], "expected at least 1 step, got 0"),
-        (["--format", "gif"], "unknown format 'gif'"),
-        (["--dataset", "nothing"], "unknown dataset 'nothing'"),
-    ],
-)
-def test_what_is_asked_wrongly_is_one_line_and_leaves_nothing(
-    perturbkv: Run, model: Path, data: Path, more: list[str], words: str
-) -> None:
-    dataset = [] if "--dataset" in more else ["--dataset", data]
-    ran = perturbkv("audit", f"{FILE}:right", "--model", model, *dataset, *more, "-o", "out")
-    assert ran.code == 2
-    assert words in ran.err
-    assert len(ran.err.strip().splitlines()) == 1
-    assert not Path("out").exists()
-
-
 def test_results_of_another_audit_stay(perturbkv: Run, asked: list[object]) -> None:
     Path("out").mkdir()
     Path("out/audit.json").write_text("{}")

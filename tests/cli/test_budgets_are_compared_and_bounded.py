@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from perturbkv.storage.trace.trace_file import read_run
 from tests.analyses.test_safe_budgets_by_hand import levels
 from tests.analyses.test_savings_by_hand import falling
-from tests.support.asked import instead, refused
+from tests.support.asked import refused
 from tests.support.swept import BUDGETS, swept
 
 Run = Callable[..., Any]
@@ -111,38 +111,3 @@ def test_both_make_their_trace(perturbkv: Run, tiny: list[object]) -> None:
     assert ran.code == 2, ran.err  # fewer than five samples have no bound
     assert "has no bound yet" in " ".join(ran.out.split())
     assert list(json.loads(Path("out/summary.json").read_text())["analyses"]) == ["budget-savings", "budget"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["budget"], ["what a safe budget may cost, got nothing", "--max-kl 0.1", "--min-top1 0.99"]),
-        (["budget", "--max-kl", 0], ["--max-kl", "above 0, finite (nat), got 0"]),
-        (["budget", "--max-kl", "nan"], ["--max-kl", "got nan"]),
-        (["budget", "--max-drop", -1], ["--max-drop", "below 100 (points of 100), got -1"]),
-        (["budget", "--min-top1", 99], ["--min-top1", "such as 0.99", "got 99"]),
-        (["budget", "--max-kl", 1, "--for-batch", 2], ["--for-batch 2", "no effect without", "--for-length"]),
-        (["budget", "--max-kl", 1, "--for-length", 0], ["--for-length", "at least 1, got 0"]),
-        (["budget", "--max-kl", 1, "--step", 1], ["--step has no effect on budget"]),
-        (["budget", "--max-kl", 1, "-b", 0.5], ["budgets of one kind, got", "64 (entries)", "0.5 (share"]),
-        (["budget", "--savings"], ["at least 5 budgets of each curve, got 64"]),
-        (["budget", "--savings", "--by", "drift"], ["unknown measure 'drift'", "score, propagated, kl"]),
-        (["budget", "--savings", "--compare", "attention"], ["two or more selections"]),
-    ],
-    ids=lambda value: " ".join(map(str, value)) if value[0] in ("budget", "savings") else "",
-)
-def test_what_cannot_be_asked_is_refused_before_any_work(
-    perturbkv: Run, tiny: list[object], options: list[object], words: list[str]
-) -> None:
-    command, *more = options
-    refused(perturbkv(command, *instead(tiny, "--budget", 64), *more, "-o", "out"), *words)
-    assert not Path("out").exists()
-
-
-def test_a_trace_without_scores_names_what_makes_one(perturbkv: Run, path: Path) -> None:
-    bare = swept(np.ones((8, 2, 5))).save(path.with_name("bare.h5"))
-    for asked in (["budget", bare, "--max-drop", 1], ["budget", "--savings", bare, "--by", "score"]):
-        refused(
-            perturbkv(*asked, "-o", "out"), "needs graded answers", "bare.h5 has none", "perturbkv quality --model m"
-        )
-    refused(perturbkv("budget", path, "--max-kl", 1, "-b", 0.3), "--budget has no effect on a finished trace")

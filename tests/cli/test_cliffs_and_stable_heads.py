@@ -85,28 +85,6 @@ def test_a_window_that_is_given_is_taken(perturbkv: Run, plain: list[object]) ->
     assert "keeps 9 entries" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--kl", "0"], "--kl takes different numbers above 0"),
-        (["--kl", "a"], "--kl takes numbers"),
-        (["--kl", "1,1"], "expected different values for --kl, got 1 twice"),
-        (["--compare", ","], "--compare takes methods"),
-        (["--compare", "nothing"], "nothing"),
-        (budgets(0.1, 0.2), "at least 3 budgets, got --budget 0.1 0.2"),
-        (budgets(0.1, 16, 0.4), "cliff needs budgets of one kind"),
-        (["--steps", "2", "--step", "1", *budgets(*SHARES)], "--step has no effect on budget --cliff"),
-        (budgets(0.005, 0.1, 0.2), "give --budget from"),
-    ],
-)
-def test_bad_questions_get_one_line(perturbkv: Run, plain: list[object], more: list[object], words: str) -> None:
-    ran = perturbkv("budget", "--cliff", *plain, *more, "-o", "out")
-    assert ran.code == 2
-    assert words in ran.err
-    assert len(ran.err.splitlines()) <= 2
-    assert not Path("out").exists()
-
-
 def test_the_seed_of_two_traces_is_answered_by_stability(perturbkv: Run, tiny: list[object]) -> None:
     own = [*tiny[:2], "--dataset", "needle", "--length", 300, "--samples", 2, "--budget", 24, "--window", 8]
     for seed in (0, 1):
@@ -119,10 +97,3 @@ def test_the_seed_of_two_traces_is_answered_by_stability(perturbkv: Run, tiny: l
     assert (twice.code, "twice; leave one out" in twice.err) == (2, True)
     other = perturbkv("question", "stability", "s0/trace.h5", "--budget", 99)
     assert (other.code, "expected the same budget" in other.err) == (2, True)
-
-
-def test_without_a_trace_stability_names_what_makes_one(perturbkv: Run) -> None:
-    ran = perturbkv("question", "stability")
-    assert ran.code == 2
-    assert "perturbkv trace --dataset needle --budget 128 -o a" in ran.err
-    assert len(ran.err.splitlines()) == 1

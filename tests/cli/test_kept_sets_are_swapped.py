@@ -89,47 +89,6 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
     assert [one["player"] for one in ran.json()["shapley"]["players"]] == ["1-0", "1-1", "1-2", "1-3"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--layers", "x"], "--layers takes layers, such as 0 or 0,18-23; got 'x'"),
-        (["--layers", "3-1"], "--layers takes layers, such as 0 or 0,18-23; got '3-1'"),
-        (["--baseline-in", "7"], "expected layers of 0-1, which are measured, got 7"),
-        (["--layers", "0"], "expected at least 2 layers to tell apart, got 1; give more, or --by heads"),
-        (["--by", "thirds"], "unknown player 'thirds'; known: heads, layers"),
-        (["--outcome", "score"], "ask for them with --answers"),
-        (["--max-new-tokens", 4], "--max-new-tokens has no effect here: it needs --answers; leave it out"),
-        (["--permutations", 0, "--greedy", 0, "--outcome", "kl"], "--outcome has no effect here: it needs"),
-        (["--permutations", 7], "an even number from 8 on, or 0 for none; got 7"),
-        (["--permutations", 4], "an even number from 8 on, or 0 for none; got 4"),
-        (["--permutations", 8, "--exact"], "give one of them"),
-        (["--samples", 1, "--greedy", 1], "expects at least 2 samples, one to choose and one to judge, got 1"),
-        (["--compare", "attention,two-stage,random"], "expected one baseline and one treatment at one budget, got 3"),
-        (["--budget", 999], "expected a budget below the 182 tokens of the longest prompt, got 999"),
-        (["--step", 2], "expected a step from 0 to 0, got 2; --steps 3 records it"),
-        (["--engine", "workers"], "has no effect on question patching: each choice waits for all samples"),
-        (["--save", "outputs"], "has no effect on question patching: it measures no outputs"),
-        (["--correction", "corrected"], "with no correction, got corrected(mass=stored); leave it out"),
-        (["--answers"], "expected accepted answers in every sample"),
-    ],
-)
-def test_what_cannot_be_asked_gets_one_line(perturbkv: Run, tiny: list[object], words: list[object], said: str) -> None:
-    options = [one for one in tiny]
-    for name in ("--samples", "--budget"):
-        if name in words:
-            place = options.index(name)
-            del options[place : place + 2]
-    ran = perturbkv("question", "patching", *options, *words, "-o", "out")
-    assert ran.code == 2
-    assert said in " ".join(ran.err.split())
-    assert len(ran.err.splitlines()) == 1 and not Path("out/swap.jsonl").exists()
-
-
-def test_the_help_says_which_numbers_of_orders_are_taken(perturbkv: Run) -> None:
-    assert "even, from 8 on, or 0 [16]" in " ".join(perturbkv("question", "patching", "-h").out.split())
-    assert PatchingConfig(permutations=8).permutations == 8
-
-
 def test_measurements_of_another_run_stay(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("question", "patching", *tiny, "-o", "out", "--format", "png").code == 0
     before = Path("out/swap.jsonl").read_bytes()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from perturbkv.storage.trace.trace_file import read_trace
-from tests.cli.conftest import Ran
+from tests.support.screens import Ran
 
 Run = Callable[..., Ran]
 LINED = "vertical-slash: nothing is evicted; held / full is the share of pairs of query and entry that its own prefill"
@@ -74,25 +74,3 @@ def test_its_options_are_listed(perturbkv: Run) -> None:
     ran = perturbkv("list", "policies", "vertical-slash")
     assert ran.code == 0 and "2407.02490" in ran.out
     assert all(option in ran.out for option in ("vertical", "last", "first", "seed", "64", "0.5"))
-
-
-@pytest.mark.parametrize(("asked", "said"), [
-    (["trace", "--selection", "attention", "--precision", "quantise"], "prefill of its own: expected precision full"),
-    (["trace", "--selection", "attention", "--correction", "corrected"], "expected correction none, got corrected"),
-    (["trace", "--selection", "attention", "--granularity", "layer"], "granularity 'layer' has one set for all"),
-    (["trace", "--selection", "attention", "--protect-first", "4"], "expected protect_first 0, got 4"),
-    (["trace", "--selection", "attention", "--steps", "2"], "expects no 2 decode steps"),
-    (["horizon", "--compare", "attention,two-stage", "--steps", "3"], "expects no 3 decode steps"),
-    (["heads", "--compare", "attention,value"], "does not combine with selection 'value'"),
-    (["generate", "--selection", "attention"], "expects no answers of"),
-    (["generate", "--selection", "attention", "--compress-every", "40"], "vertical-slash"),
-    (["question regret", "--compare", "attention,two-stage"], "policy vertical-slash, which evicts nothing"),
-    (["question patching", "--compare", "attention,two-stage"], "policy 'vertical-slash' does not"),
-    (["trace", "--selection", "attention", "--budget", "12"], "no more than policy 'vertical-slash' always keeps"),
-])  # fmt: skip
-def test_what_makes_no_sense_is_one_line(asked: list[str], said: str, perturbkv: Run, tiny: list[object]) -> None:
-    command, *options = asked
-    ran = perturbkv(*command.split(), *tiny, "--policy", SLASH, *options, "-o", "out")
-    assert ran.code == 2 and ran.out == ""
-    assert said in words(ran.err) and ran.err.startswith("error: ") and ran.err.count("\n") == 1
-    assert not Path("out").exists()

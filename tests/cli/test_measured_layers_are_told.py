@@ -111,13 +111,6 @@ def test_head_scores_are_of_measured_layers(perturbkv: Run, options: list[object
     assert "'0-0', which the model lacks" in ran.err
 
 
-def test_an_audit_of_such_a_model_is_refused(perturbkv: Run, mixed: Path, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def evict(model, input_ids, attention_mask): ...\n")
-    ran = perturbkv("audit", "own.py:evict", "--model", mixed, "--dataset", data, "--samples", 1)
-    assert ran.code == 2
-    assert "an audit expects layers that all see the whole prompt and nothing else" in ran.err
-
-
 def test_prompts_longer_than_the_window_are_taken(perturbkv: Run, options: list[object]) -> None:
     """182 tokens, and a window of 12."""
     assert perturbkv("trace", *options, "-o", "t.h5").code == 0

@@ -84,28 +84,3 @@ def test_a_dry_run_tells_the_configurations(perturbkv: Run, small: list[object])
     assert [one["config"]["selection"] for one in told["kept"]] == NAMES
     asked = ["--compare", "attention,two-stage,two-stage(norm=l1)", "--dry-run", "--json"]
     assert len(perturbkv("question", "measures", *small, *asked).json()["kept"]) == 2, "two that mean the same are one"
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--compare", "attention"], "--compare takes two or more selections"),
-        (["--compare", "attention,attention-unpooled(norm=l2)"], "'attention-unpooled' has no option 'norm'"),
-        (["--compare", "attention,two-stage(norm=l3)"], "unknown norm 'l3'"),
-        (["--step", "1"], "expected a step from 0 to 0, got 1"),
-    ],
-)
-def test_bad_input_gets_one_line(perturbkv: Run, small: list[object], asked: list[str], said: str) -> None:
-    ran = perturbkv("question", "measures", *small, *asked, "-o", "out")
-    assert (ran.code, ran.err.count("\n")) == (2, 1), ran.err
-    assert said in ran.err
-
-
-def test_what_makes_a_trace_is_refused_for_a_finished_one(perturbkv: Run, small: list[object]) -> None:
-    perturbkv("trace", *small[:-2], "-o", "t.h5")
-    ran = perturbkv("question", "measures", "t.h5", "--dtype", "bfloat16")
-    assert ran.code == 2
-    assert "--dtype has no effect on a finished trace" in " ".join(ran.err.split())
-    ran = perturbkv("question", "measures", "t.h5", "--compare", "attention,h2o")
-    assert ran.code == 2
-    assert "compare 'attention' with 'h2o'" in " ".join(ran.err.split())

@@ -29,20 +29,6 @@ def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Ru
     assert "expected caote among the trace's methods" in " ".join(absent.err.split())
 
 
-def test_what_cannot_be_ranked_is_one_line_before_anything_is_measured(perturbkv: Run, tiny: list[object]) -> None:
-    wrong = {
-        "snapkv": "needs another method than snapkv",
-        ",": "got none",
-        "nope": "unknown policy",
-        "all,caote": "--methods takes all, which is every policy at its defaults, or names; got both in 'all,caote'",
-    }
-    for asked, said in wrong.items():
-        ran = perturbkv("ablation", *tiny, "--methods", asked, "-o", "none")
-        assert (ran.code, said in " ".join(ran.err.split())) == (2, True), ran.err
-        assert len(ran.err.splitlines()) == 1
-    assert not Path("none").exists()
-
-
 def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None:
     roomier = [40 if one == 24 else one for one in tiny]
     ran = perturbkv("ablation", *roomier, "--methods", "all", "--dry-run")

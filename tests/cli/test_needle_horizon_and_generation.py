@@ -77,13 +77,6 @@ def test_horizon_follows_its_steps(perturbkv: Run, tiny: list[object]) -> None:
     assert read_run(Path("out/trace.h5")).steps == 6
 
 
-def test_horizon_of_a_trace_of_one_step_says_what_it_needs(perturbkv: Run, tiny: list[object]) -> None:
-    perturbkv("trace", *tiny, "-o", "t.h5")
-    ran = perturbkv("horizon", "t.h5")
-    assert ran.code == 2
-    assert "needs at least 3 decode steps, got a trace of 1" in ran.err
-
-
 def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: list[object]) -> None:
     options = [*tiny, "--max-new-tokens", 6, "-o", "out"]
     ran = perturbkv("generate", *options)

@@ -22,44 +22,6 @@ from tests.support.measured import MEASURED
 Run = Callable[..., Any]
 
 
-TWICE = {
-    "a model, in two spellings": (["heads", "-m", "a", "--model", "b"], "--model/-m once, got it 2 times"),
-    "a value behind a sign": (["trace", "--window=8", "--window", "8"], "--window once"),
-    "a scenario": (["heads", "--scenario", "regular", "--scenario", "context-only"], "--scenario once"),
-    "a flag": (["list", "models", "--json", "--json"], "--json once"),
-    "a flag and its opposite": (
-        ["trace", "--chat-template", "--no-chat-template"],
-        "--no-chat-template once, got it 2",
-    ),
-    "three times": (["list", "datasets", "--json", "--json", "--json"], "3 times"),
-    "of a command of its own": (["trace", "--head-scores", "s.json", "--seed", "1", "--seed", "2"], "--seed once"),
-    "of a group": (["doctor", "bench", "--tokens", "2048", "--tokens", "4096"], "--tokens once"),
-    "of a subcommand": (
-        ["doctor", "bench", "compare", "a", "b", "--tolerance", "1", "--tolerance", "2"],
-        "--tolerance once",
-    ),
-    "the same budget": (["trace", "-b", "128", "--budget", "128"], "different values for --budget, got 128 twice"),
-    "the same budget, spelled otherwise": (["trace", "-b", "0.1", "-b", "0.10"], "--budget, got 0.1 twice"),
-    "the same policy": (["trace", "--policy", "adakv", "--policy", "adakv"], "--policy, got adakv twice"),
-    "the same alpha": (["trace", "--alpha", "0.5", "--alpha", ".5"], "--alpha, got 0.5 twice"),
-    "the same length behind a comma": (["trace", "--length", "300,300"], "--length, got 300 twice"),
-    "the same selection": (["trace", "--selection", "value", "--selection", "value"], "--selection, got value twice"),
-    "the same side": (["heads", "--compare", "attention,value,attention"], "--compare, got attention twice"),
-    "the same method": (["needle", "--compare", "snapkv:value,snapkv:value"], "--compare, got snapkv:value twice"),
-    "the same file": (["export", "t.h5", "-o", "a.csv", "-o", "a.csv"], "--output, got a.csv twice"),
-    "before a subcommand": (
-        ["doctor", "bench", "--tokens", "2048", "compare", "a", "b"],
-        "--tokens has no effect on doctor bench comp",
-    ),
-}
-
-
-@pytest.mark.parametrize(("command", "words"), TWICE.values(), ids=TWICE)
-def test_what_is_given_twice_is_an_error(perturbkv: Run, tmp_path: Path, command: list[str], words: str) -> None:
-    refused(perturbkv(*command), words)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_repeatable_makes_every_combination(perturbkv: Run, tiny: list[object]) -> None:
     several = ["--policy", "snapkv", "--policy", "adakv", "--granularity", "query", "--granularity", "kv"]
     ran = perturbkv("heads", *tiny, *several, "--preset", "paper", "--preset", "paper-v2", "-o", "out", "--json")
@@ -72,50 +34,6 @@ def test_what_is_repeatable_makes_every_combination(perturbkv: Run, tiny: list[o
 
 def test_help_is_given_whatever_stands_beside_it(perturbkv: Run) -> None:
     assert perturbkv("heads", "--seed", 1, "--seed", 2, "--help").code == 0
-
-
-IDLE = {
-    "a length of a file": (["trace", "--length", "300"], ["--length", "--dataset needle"]),
-    "a depth of a file": (["trace", "--depth", "0.5"], ["--depth", "--dataset needle"]),
-    "a haystack of a file": (["trace", "--haystack", "noise"], ["--haystack", "--dataset needle"]),
-    "a folder for a file": (["trace", "--data-dir", "x"], ["--data-dir", "a LongBench name"]),
-    "a folder for what is made": (["trace", "--dataset", "ruler:vt", "--data-dir", "x"], ["--data-dir", "reads files"]),
-    "a depth of RULER's": (["trace", "--dataset", "ruler:vt", "--depth", "0.5"], ["--depth", "--dataset needle"]),
-    "a folder for needle": (["trace", "--dataset", "needle", "--data-dir", "x"], ["--data-dir"]),
-    "a seed of nothing drawn": (["trace", "--seed", "3"], ["--seed", "random"]),
-    "headkv's scores": (["heads", "--head-scores", "x.json"], ["--head-scores", "--policy headkv"]),
-    "recent entries that the window holds": (["trace", "--protect-recent", "7"], ["--protect-recent", "the window"]),
-    "recent entries that the window is": (["generate", "--protect-recent", "8"], ["--protect-recent", "the window"]),
-    "a kernel of nothing pooled": (
-        ["trace", "--policy", "snapkv(pool=none, kernel=3)"],
-        ["kernel of policy 'snapkv'", "a pool other than none"],
-    ),
-    "a pool of values": (
-        ["trace", "--selection", "value", "--policy", "snapkv(pool=average)"],
-        ["pool of policy", "looks at attention"],
-    ),
-    "a second stage of nothing pooled": (
-        ["trace", "--policy", "snapkv(pool=none)", "--selection", "two-stage(score=pooled)"],
-        ["score of selection"],
-    ),
-    "a product without a second stage": (
-        ["trace", "--selection", "attention", "--granularity", "kv(product=mean-of-products)"],
-        ["product of granularity 'kv'", "a two-stage selection"],
-    ),
-    "α of answers": (["generate", "--selection", "value", "--alpha", "0.5"], ["--alpha", "two-stage"]),
-    "steps of answers": (["generate", "--steps", "2"], ["--steps", "--max-new-tokens"]),
-    "outputs of answers": (["generate", "--save", "outputs"], ["--save", "perturbkv trace"]),
-    "a step of all": (["horizon", "--steps", "4", "--step", "1"], ["--step has no effect on horizon"]),
-    "a policy that all name": (["heads", "--policy", "adakv", "--compare", "h2o:value,snapkv:value"], ["--policy"]),
-}
-
-
-@pytest.mark.parametrize(("command", "words"), IDLE.values(), ids=IDLE)
-def test_an_option_without_effect_is_an_error(
-    perturbkv: Run, tiny: list[object], tmp_path: Path, command: list[str], words: list[str]
-) -> None:
-    refused(perturbkv(command[0], *instead(tiny, *command[1:]), "-o", "out"), *words, "has no effect", "leave it out")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -150,64 +68,6 @@ def test_the_environment_is_not_typed(perturbkv: Run, tiny: list[object], monkey
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     return Path(shutil.copy(MEASURED, tmp_path / "measured.h5"))
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("heads", ["--budget", "7"]),
-        ("heads", ["--dry-run"]),
-        ("layers", ["--model", "smollm2-135m"]),
-        ("ablation", ["--chat-template"]),
-        ("assumption", ["--alpha", "0.5"]),
-        ("bound-tightness", ["--compare", "attention,value"]),
-        ("needle", ["--max-new-tokens", "3"]),
-        ("needle", ["--compare", "snapkv:attention"]),
-        ("correlation", ["--max-new-tokens", "3"]),
-        ("horizon", ["--steps", "4"]),
-        ("horizon", ["--step", "1"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
-)
-def test_a_finished_trace_takes_no_option_that_makes_one(
-    perturbkv: Run, measured: Path, command: str, option: list[str]
-) -> None:
-    refused(perturbkv(command, measured, *option, "-o", "out"), f"{option[0]} has no effect", "leave it out")
-    assert not Path("out").exists()
-
-
-def test_a_benchmark_says_what_its_rows_do_not_look_at(perturbkv: Run, tmp_path: Path) -> None:
-    ran = perturbkv("doctor", "bench", "--only", "norms-time", "--tokens", 2048, "-o", "b.json")
-    refused(ran, "--tokens has no effect on norms-time", "leave it out")
-    ran = perturbkv("doctor", "bench", "--only", "quality-12", "--tokens", 2048, "-o", "b.json")
-    refused(ran, "--tokens has no effect on quality-12", "leave it out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_benchmark_replaces_no_file_unasked(perturbkv: Run, tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_text("mine")
-    refused(perturbkv("doctor", "bench", "--only", "norms-time", "-o", "b.json"), "got one; --overwrite replaces it")
-    assert (tmp_path / "b.json").read_text() == "mine"
-
-
-SWEEPS = {
-    "a key of another policy": ("samples: 1\nfloor: 0.3", 2, "floor", "policy adakv"),
-    "a key that no grid uses": ("floor: 0.3\ngrids:\n- policy: h2o\n- policy: tova", 1, "floor", "policy adakv"),
-    "a grid's key": ("grids:\n- {policy: adakv, floor: 0.1}\n- {floor: 0.2}", 3, "floor", "policy adakv"),
-    "recent entries of the window": ("window: 32\nprotect-recent: 32", 2, "protect-recent", "more entries than the"),
-    "one such value": ("window: 32\nprotect-recent: [0, 16, 40]", 2, "protect-recent", "more entries than the"),
-    "a length of LongBench": ("dataset: qasper\n\nlength: 500", 3, "length", "--dataset needle"),
-    "a value twice": ("samples: 1\nbudget:\n- 64\n- 128\n- 64", 5, "budget", "every value once, got 64 in line 3"),
-    "a budget spelled otherwise": ("budget: [0.05, 0.050]", 1, "budget", "every value once, got 0.05 in line 1"),
-}
-
-
-@pytest.mark.parametrize(("text", "line", "key", "words"), SWEEPS.values(), ids=SWEEPS)
-def test_a_key_without_effect_is_told_with_its_line(
-    perturbkv: Run, tmp_path: Path, text: str, line: int, key: str, words: str
-) -> None:
-    (tmp_path / "sweep.yaml").write_text(text)
-    refused(perturbkv("trace", "--config", "sweep.yaml"), f"error: sweep.yaml:{line}: {key}: ", words)
 
 
 def test_a_key_that_one_grid_uses_is_right(perturbkv: Run, tmp_path: Path, model: Path, data: Path) -> None:

@@ -108,13 +108,6 @@ def test_a_table_does_not_replace_its_trace(perturbkv: Run, made: str) -> None:
     assert Path(made).read_bytes() == content
 
 
-def test_of_several_tables_none_is_written_where_one_cannot_be(perturbkv: Run, made: str) -> None:
-    refused(perturbkv("export", made, "-o", "a.csv", "-o", "t.h5/b.csv"), "choose another place")
-    Path("c.csv").mkdir()
-    refused(perturbkv("export", made, "-o", "a.csv", "-o", "c.csv", "--overwrite"), "got the folder c.csv")
-    assert not Path("a.csv").exists()
-
-
 @pytest.mark.parametrize(
     ("command", "held"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perturbkv.storage.trace.trace_file import read_trace
-from tests.cli.conftest import Ran
+from tests.support.screens import Ran
 
 Run = Callable[..., Ran]
 READ = "quest: nothing is evicted; held / full is what each head reads at a step"
@@ -70,21 +70,3 @@ def test_answers_are_read_page_by_page(perturbkv: Run, tiny: list[object]) -> No
 def test_options_of_quest_are_listed(perturbkv: Run) -> None:
     ran = perturbkv("list", "policies", "quest")
     assert ran.code == 0 and "page" in ran.out and "16" in ran.out and "2406.10774" in ran.out
-
-
-@pytest.mark.parametrize(("asked", "said"), [
-    (["trace", "--precision", "quantise"], "reads pages of the model's own cache: expected precision full"),
-    (["trace", "--correction", "corrected"], "expected correction none, got corrected"),
-    (["trace", "--granularity", "layer"], "granularity 'layer' has one set for all"),
-    (["trace", "--protect-first", "4"], "expected protect_first 0, got 4"),
-    (["heads", "--compare", "attention,attention-unpooled"], "does not combine with selection 'attention-unpooled'"),
-    (["generate", "--compress-every", "40"], "evicts nothing, so that nothing is compressed: leave --compress-every"),
-    (["question regret", "--compare", "attention,two-stage"], "policy quest, which evicts nothing"),
-])  # fmt: skip
-def test_what_makes_no_sense_is_one_line(asked: list[str], said: str, perturbkv: Run, tiny: list[object]) -> None:
-    command, *options = asked
-    chosen = [] if "--compare" in options else ["--selection", "attention"] if command in ("trace", "generate") else []
-    ran = perturbkv(*command.split(), *tiny, "--policy", QUEST, *chosen, *options, "-o", "out")
-    assert ran.code == 2 and ran.out == ""
-    assert said in words(ran.err) and ran.err.startswith("error: ")
-    assert not Path("out").exists()

@@ -142,23 +142,6 @@ def test_a_task_of_rulers_is_asked_and_graded(perturbkv: Run, model: Path) -> No
         assert sample["full"]["score"] == float(sample["answers"][0] in sample["full"]["text"])
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--show"], "--show needs a dataset"),
-        (["nedle", "--show"], "unknown dataset 'nedle'; known: needle"),
-        (["some.jsonl"], "--show prints its prompts"),
-        (["needle", "--show", "--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["needle", "--show", "--sample", "-1"], "--sample must be at least 0, got -1"),
-        (["needle", "--show", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
-    ],
-)
-def test_what_cannot_be_shown_is_told(perturbkv: Run, options: list[str], told: str) -> None:
-    ran = perturbkv("list", "datasets", *options)
-    assert ran.code == 2
-    assert told in ran.err
-
-
 def test_a_default_that_was_never_typed_fails_nobody(perturbkv: Run, model: Path, tmp_path: Path) -> None:
     three = rows(tmp_path / "three.jsonl", *({"prompt": f"{i} " + "so on and on " * 8} for i in range(3)))
     options = ["--model", model, "--dataset", three, "--budget", 24, "--window", 8, "-o", "t.h5"]

@@ -82,26 +82,6 @@ def test_adaptive_budgets_do_not_depend_on_alpha_and_are_composed_too(perturbkv:
     assert ran.json()["measured"]["composed_off"] < 1e-4 and ran.json()["heads_per_kept_set"] == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--samples", 3], ["chooses on some samples and judges on others: it needs 4 of them, got 3"]),
-        (["--folds", 7], ["expected 2 to 6 folds of 6 samples, got --folds 7"]),
-        (["--folds", 1], ["expected 2 to 6 folds of 6 samples, got --folds 1"]),
-        (["--step", 1], ["--step has no effect on question alpha: it chooses at the first decode step"]),
-        (["--steps", 2], ["--steps has no effect on question alpha"]),
-        (["--shard", "1/2"], ["--shard has no effect on question alpha: it measures again what it chose"]),
-        (["--alpha", 1.5], ["must lie in [0, 1], got 1.5"]),
-    ],
-)
-def test_what_cannot_be_is_said_before_a_weight_is_loaded(
-    perturbkv: Run, six: list[object], options: list[object], words: list[str]
-) -> None:
-    base = [*six[:4], *six[6:]] if "--samples" in options else six
-    refused(perturbkv("question", "alpha", *base, *options, "-o", "out"), *words)
-    assert not Path("out").exists()
-
-
 def test_files_of_others_stay(perturbkv: Run, six: list[object]) -> None:
     Path("out").mkdir()
     for name, kind in (("alpha-head.json", "shares of stage 1 as JSON"), ("alpha-fold-1.h5", "a fold's trace")):
@@ -120,24 +100,6 @@ def test_a_dry_run_says_that_samples_are_run_again(perturbkv: Run, six: list[obj
     assert ran.code == 0 and "every sample is run once more" in " ".join(ran.err.split())
     assert "two-stage(alpha=0.1)" in ran.out
     assert "once more" not in perturbkv("question", "alpha", *six, "--dry-run", "--no-kl").err
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        (None, ["shares of stage 1 as JSON at a.json, got nothing"]),
-        ("[", ["at a.json, got text that is no JSON"]),
-        ({"by": "head", "alpha": [[0.5] * 3] * 2, "layers": [0, 1]}, ["shares of layers 0-1 and 4 heads", "3 heads"]),
-        ({"by": "layer", "alpha": [0.5] * 3, "layers": [0, 1, 2]}, ["expected shares of layers 0-1", "layers 0-2"]),
-        ({"by": "global", "alpha": 1.5}, ["expected every alpha of a.json in [0, 1], got 1.5"]),
-        ({"by": "global", "alpha": True}, ["to be a number, got True"]),
-    ],
-)  # fmt: skip
-def test_a_wrong_file_is_one_line(perturbkv: Run, six: list[object], document: Any, words: list[str]) -> None:
-    if document is not None:
-        Path("a.json").write_text(document if isinstance(document, str) else json.dumps(document))
-    refused(perturbkv("heads", *six, "--compare", "attention,two-stage(alpha=a.json)", "-o", "out"), *words)
-    assert not Path("out").exists()
 
 
 def test_workers_and_resumed_runs_need_no_file(perturbkv: Run, six: list[object]) -> None:

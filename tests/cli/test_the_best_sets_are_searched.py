@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 Run = Callable[..., Any]
 FEW = ("--heads", 3, "--proven", 1, "--seconds", 20, "--format", "png")
 
@@ -43,28 +41,6 @@ def test_another_question_is_refused_until_it_may_replace(perturbkv: Run, tiny: 
     Path("out/regret.json").write_text("mine")
     ran = perturbkv(*other)
     assert (ran.code, "expected a result of regret at out/regret.json" in ran.err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (("--heads", 0, "--proven", 0), "expected heads to search"),
-        (("--seconds", 0), "seconds for a head must be above 0"),
-        (("--policy", "adakv"), "whose budgets are by head"),
-        (("--granularity", "kv"), "a set per query head; got granularity kv"),
-        (("--steps", 3), "--steps has no effect on question regret: it searches at the first decoding step"),
-        (("--shard", "1/2"), "--shard has no effect on question regret"),
-        (("--engine", "workers"), "--engine has no effect on question regret"),
-        (("--compare", "nosuch"), "unknown"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_read(
-    perturbkv: Run, tiny: list[object], asked: tuple[object, ...], said: str
-) -> None:
-    ran = perturbkv("question", "regret", *tiny, *asked, "-o", "out")
-    assert (ran.code, ran.err.count("\n")) == (2, 1), ran.err
-    assert said in ran.err
-    assert not Path("out").exists()
 
 
 def test_a_dry_run_searches_nothing(perturbkv: Run, tiny: list[object]) -> None:

@@ -86,30 +86,6 @@ def test_text_is_taken_out_of_a_trace_by_the_same_command(perturbkv: Run, tiny: 
     assert b"brown" not in traced.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--sample", "p9"], "expected one of the trace's samples (p0, p1), got 'p9'"),
-        (["--layer", 7], "expected a layer from 0 to 1, got 7"),
-        (["--head", 1], "expected the layer of head 1"),
-        (["--compare", "attention"], "--compare takes two or more"),
-        (["--compare", "attention,value,two-stage"], "expected a baseline and a treatment in --compare"),
-        (["--budget", "x"], "'x'"),
-        (["--budget", "99"], "with a budget of 99, got a trace of 24"),
-    ],
-)
-def test_a_mistake_is_one_line(perturbkv: Run, traced: Path, asked: list[object], said: str) -> None:
-    ran = perturbkv("tokens", traced, *asked)
-    assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err
-    assert len(ran.err.strip().splitlines()) == 1
-
-
-def test_what_has_no_text_to_leave_out_refuses_the_option(perturbkv: Run, tiny: list[object], traced: Path) -> None:
-    assert "--text has no effect on generate" in perturbkv("generate", *tiny, "--no-text").err
-    assert "--text has no effect on a finished trace" in perturbkv("heads", traced, "--no-text").err
-
-
 def test_a_sweep_file_leaves_text_out(perturbkv: Run, model: Path, data: Path) -> None:
     lines = [f"model: {model}", f"dataset: {data}", "samples: 1", "budget: 24", "window: 8", "text: false"]
     Path("s.yaml").write_text("\n".join(lines))
