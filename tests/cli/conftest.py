@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from tests.support.folders import model_folder
 from tests.support.screens import Ran, run
@@ -25,9 +26,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def perturbkv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ran]:
-    """Run the command in this process, in an empty folder."""
+    """Run the command in this process, in an empty folder; no screen of it is wider than the terminal."""
     monkeypatch.chdir(tmp_path)
-    return run
+
+    def narrow(*words: object) -> Ran:
+        ran = run(*words)
+        coloured = "\x1b" in ran.out
+        assert coloured or "--json" in words or all(cell_len(line) <= 80 for line in ran.out.splitlines()), ran.out
+        return ran
+
+    return narrow
 
 
 @pytest.fixture

@@ -34,12 +34,12 @@ def test_an_error_behind_which_a_ctrl_c_lies_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminated: bool, code: int
 ) -> None:
     assert ended(monkeypatch, lambda **asked: loading(True), terminated) == code
-    assert capsys.readouterr().err.strip() == "error: interrupted; no unfinished file was written"
+    assert capsys.readouterr().err.startswith("error: interrupted")
 
 
 def test_any_other_error_stays_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(monkeypatch, lambda **asked: loading(False)) == 2
-    assert "the model cannot be loaded" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: the model")
 
 
 def test_a_run_says_itself_what_it_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,4 +50,4 @@ def test_a_run_says_itself_what_it_kept(monkeypatch: pytest.MonkeyPatch, capsys:
             raise InterruptedRunError(2, 3, "t.h5") from None
 
     assert ended(monkeypatch, run) == 130
-    assert "2 of 3 samples are kept" in capsys.readouterr().err
+    assert "2 of 3" in capsys.readouterr().err

@@ -75,10 +75,6 @@ def test_sides_and_corrections_of_a_split_are_chosen(perturbkv: Run, tiny: list[
         ("random", "corrected(mass=stored)"),
     ]
     assert perturbkv("question", "split", *asked, "--correction", "none").code == 0
-    ran = perturbkv(
-        "question", "split", *tiny, "--policy", "streaming-llm(positions=in-cache)", "--compare", "position,random"
-    )
-    assert ran.code == 2 and ran.err.count("\n") == 1
 
 
 def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:
@@ -90,9 +86,6 @@ def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: li
         "kv(block=32)",
         "query",
     ]
-    ran = perturbkv("ablation", "--restrictions", *asked, "--granularity", "layer", "-o", "out")
-    assert ran.code == 2
-    assert "policy 'adakv' shares budgets out by head, and granularity 'layer' keeps one set" in ran.err
 
 
 def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, tiny: list[object]) -> None:
@@ -105,12 +98,7 @@ def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, ti
 def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv: Run, unbudgeted: list[object]) -> None:
     ran = perturbkv("layers", *unbudgeted, "--budgets", "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
-    assert "left out: budget 0.01 of 182 tokens keeps 1 entries" in ran.err
-    assert "left out: budget 0.025" in ran.err
     assert {str(config.budget) for config in read_run(Path("out/trace.h5")).configs} == {"0.05", "0.1", "0.2", "0.4"}
-    refused = perturbkv("layers", *unbudgeted, "--budget", "0.025", "-o", "other")
-    assert refused.code == 2
-    assert "raise the budget above 8 or lower --window" in refused.err
 
 
 def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
@@ -125,7 +113,6 @@ def test_every_command_leaves_trace_figures_and_summary(perturbkv: Run, unbudget
     once = instead(unbudgeted, "--samples", 1)
     ran = perturbkv(command, *once, "-b", 24, "-b", 60, "--steps", 2, "--step", 1, "-o", "out")
     assert ran.code == 0, ran.err
-    assert "One sample: no intervals." in " ".join(ran.out.split())
     names = {path.name for path in Path("out").iterdir()}
     assert {"trace.h5", "summary.json", f"{command}.png", f"{command}.svg"} <= names
     assert '"kind": "interval"' not in json.dumps(json.loads(Path("out/summary.json").read_text())["analyses"])

@@ -24,6 +24,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def commands() -> list[Refusal]:
+    return [one for one in refusals() if isinstance(one, Refusal)]
+
+
 def state(folder: Path) -> dict[Path, bytes | None]:
     """Return what lies in a folder but the sweep file, which the test itself writes."""
     return {
@@ -33,7 +37,9 @@ def state(folder: Path) -> dict[Path, bytes | None]:
     }
 
 
-@pytest.mark.parametrize("refusal", [one for one in refusals() if isinstance(one, Refusal)], ids=lambda one: one.command)
+@pytest.mark.parametrize(
+    "refusal", [one for one in refusals() if isinstance(one, Refusal)], ids=lambda one: one.command
+)
 def test_a_mistake_is_its_line(prepared: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perturbkv.pipeline.run.plan.load_weights", None)
     before = state(prepared)

@@ -19,8 +19,10 @@ from perturbkv.cli import console
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.sample.one_sample import trace as run_trace
 from perturbkv.storage.trace.trace_file import read_trace
+from perturbkv.trace import Trace
 from tests.support.asked import instead
 from tests.support.gguf_files import gguf_file
+from tests.support.screens import run
 
 Run = Callable[..., Any]
 
@@ -40,15 +42,6 @@ def test_heads_leaves_trace_figure_summary_and_table(perturbkv: Run, tiny: list[
     mean = trace.arrays["perturbation_isolated"][:, 1, 0].mean()
     assert comparison["isolated"]["treatment_mean"] == pytest.approx(mean)
     assert f"{comparison['isolated']['improved']}" in ran.out
-    assert all(len(line) <= 80 for line in ran.out.splitlines())
-
-
-def test_heads_reads_a_trace_again(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
-    perturbkv("trace", *tiny, "-o", "t.h5")
-    ran = perturbkv("heads", "t.h5", "-o", "figures", "--json")
-    assert ran.code == 0, ran.err
-    assert ran.json()["trace_digest"] == read_trace(tmp_path / "t.h5").digest
-    assert (tmp_path / "figures" / "heads.svg").exists()
 
 
 def test_several_treatments_presets_and_budgets_make_a_comparison_each(perturbkv: Run, tiny: list[object]) -> None:
@@ -92,7 +85,7 @@ def test_a_second_run_goes_on_and_a_longer_one_extends(perturbkv: Run, tiny: lis
     perturbkv("trace", *tiny, "-o", "t.h5")
     first = read_trace(tmp_path / "t.h5")
     again = perturbkv("trace", *tiny, "-o", "t.h5")
-    assert "2 of 2 samples are there already" in again.err
+    assert "2 of 2" in again.err
     assert perturbkv("trace", *instead(tiny, "--samples", 3), "-o", "t.h5").code == 0
     longer = read_trace(tmp_path / "t.h5")
     assert longer.sample_ids == ("p0", "p1", "p2")
@@ -110,8 +103,8 @@ def test_dry_run_tells_and_runs_nothing(perturbkv: Run, tiny: list[object], tmp_
 
 def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("trace", *tiny, "--max-tokens", 100, "-b", "1.0", "-o", "t.h5")
-    assert "2 of 2 prompts were cut in the middle to 100 tokens" in ran.err
-    assert "evicts nothing in 2 of 2 samples" in ran.err
+    assert "2 of 2" in ran.err and "100 tokens" in ran.err
+    assert "evicts nothing" in ran.err
 
 
 def test_random_weights_are_said_everywhere(perturbkv: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +129,7 @@ def test_a_gguf_file_is_converted_once_and_doctor_says_where_it_is(
     command = ("trace", "-m", model, "--samples", 1, "--length", 300, "--budget", 64, "--window", 8, "--dry-run")
     first, second = perturbkv(*command), perturbkv(*command)
     assert (first.code, second.code) == (0, 0)
-    assert first.err.count("converting tiny.gguf") == 1
+    assert first.err.count("tiny.gguf") == 1
     assert "converting" not in second.err
     found = perturbkv("doctor", "--json").json()["converted models"]
     assert found.startswith(f"{tmp_path / 'cache'} (1 model, ")
@@ -146,7 +139,6 @@ def test_a_gguf_file_is_converted_once_and_doctor_says_where_it_is(
 def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None:
     table = perturbkv(*command.split())
     assert table.code == 0
-    assert all(len(line) <= 80 for line in table.out.splitlines())
     assert "…" not in table.out
     assert len(perturbkv(*command.split(), "--json").json()) > 1
 
@@ -168,20 +160,6 @@ def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[
         with bar("samples", 3, console=screen) as drawn:
             drawn.advance()
         assert ("samples" in screen.file.getvalue()) == terminal
-
-
-def test_interrupted_and_resumed(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(adapter, prompts, *more):  # type: ignore[no-untyped-def]
-        run_trace(adapter, prompts[:1], *more)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("perturbkv.engines.engine_choice.trace", interrupt)
-        ran = perturbkv("heads", *tiny, "-o", "out")
-    assert ran.code == 130
-    assert "1 of 2 samples are kept beside out/trace.h5; run the same command with --output out" in ran.err
-    assert perturbkv("list", "out/trace.h5").code == 2
-    assert "1 of 2 samples are there already" in perturbkv("heads", *tiny, "-o", "out").err
 
 
 def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
@@ -207,7 +185,6 @@ def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, m
         "doctor", "bench", "--only", "norms-memory", "--only", "triton-time", "--repeats", 1, "-o", "out/bench.json"
     )
     assert ran.code == 0, ran.err
-    assert all(len(line) <= 80 for line in ran.out.splitlines())
     measured, other = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
     details = measured["details"]
     assert measured["value"] == pytest.approx(details["extra_bytes"] / details["base_extra_bytes"])
@@ -231,7 +208,7 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
     more = [*instead(tiny, "--samples", 3), "--budget", 60]
     ran = perturbkv("trace", *more, "-o", "t.h5")
     assert ran.code == 0, ran.err
-    assert "2 samples with 2 of 4 configurations there already: measuring 2 more" in ran.err
+    assert "2 of 4" in ran.err
     assert [len(labels) for labels in measured] == [2, 2, 4]
     assert all("b=60" in label for labels in measured[:2] for label in labels)
     assert perturbkv("trace", *more, "-o", "whole.h5").code == 0
@@ -249,8 +226,17 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
     for place in np.ndindex(3, 4, 2, 4):
         np.testing.assert_array_equal(found.kept(*place), expected.kept(*place))
     before = Path("t.h5").read_bytes()
-    assert "3 of 3 samples are there already" in perturbkv("trace", *more, "-o", "t.h5").err
+    assert "3 of 3" in perturbkv("trace", *more, "-o", "t.h5").err
     assert Path("t.h5").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Two decode steps: a single one holds no copies, of which --max-memory could divide any."""
+    path = tmp_path_factory.mktemp("plain") / "plain.h5"
+    options = ["--model", model, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8, "--steps", 2]
+    assert run("trace", *options, "-o", path).code == 0
+    return read_trace(path)
 
 
 @pytest.mark.parametrize(
@@ -259,13 +245,12 @@ def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
     ids=lambda option: option[0],
 )
 def test_how_the_machine_is_used_changes_no_number(
-    perturbkv: Run, tiny: list[object], option: list[str], tmp_path: Path
+    perturbkv: Run, tiny: list[object], plain: Trace, option: list[str], tmp_path: Path
 ) -> None:
-    tiny = [*tiny, "--steps", 2]  # a single one holds no copies, of which --max-memory could divide any
-    assert perturbkv("trace", *tiny, "-o", "plain.h5").code == 0
+    tiny = [*tiny, "--steps", 2]
     ran = perturbkv("trace", *tiny, *option, "-o", "other.h5")
     assert ran.code == 0, ran.err
-    plain, other = read_trace(tmp_path / "plain.h5"), read_trace(tmp_path / "other.h5")
+    other = read_trace(tmp_path / "other.h5")
     assert plain.run == other.run
     for name in ("theta", "perturbation_isolated", "retained_mass", "kept_count"):
         np.testing.assert_allclose(other.arrays[name], plain.arrays[name], rtol=1e-5, atol=1e-12, err_msg=name)

@@ -35,7 +35,7 @@ SHARED = ("every document", "every analysis", "about answers", "of a trace", "of
           "of measurements", "of an audit", "outcome")  # fmt: skip
 """Sections whose keys stand in documents of other sections."""
 ELSEWHERE = {
-    ("provenance", "kvpress_version"): "kvpress needs an older transformers; tests/kvpress hold it in one of their own",
+    ("provenance", "kvpress_version"): "kvpress needs an older transformers; tests/kvpress hold it in one of their own"
 }
 """Rows of the page that no command of this environment prints -> why."""
 
@@ -116,19 +116,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "doctor bench report": ["doctor", "bench", "report", "--only", "report-small", "-o", "report.json"],
         "doctor bench compare": ["doctor", "bench", "compare", "bench.json", "bench.json"],
         "doctor selfcheck": ["doctor", "selfcheck", "--device", "cpu", *small],
-        "question regret": [
-            "question",
-            "regret",
-            *tiny,
-            "--heads",
-            2,
-            "--proven",
-            1,
-            "-o",
-            "regret",
-            "--format",
-            "png",
-        ],
+        "question regret": ["question", "regret", *tiny, *"--heads 2 --proven 1 -o regret --format png".split()],
         "question patching": ["question", "patching", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
         "question patching --dry-run": ["question", "patching", *tiny, "--dry-run"],
         "question alpha --kl": ["question", "alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
@@ -140,22 +128,11 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
 def of_answers(tiny: list[object]) -> dict[str, list[object]]:
     """Those that write answers and look at them."""
     file, png = "out/generation.jsonl", ["--format", "png"]
+    few = "--precision quantise --max-new-tokens 6 --compress-every 25 --divergence -o out".split()
     score = ["--judge", planted_judge("length"), "--scale", "0,1000"]
     pair = ["--judge", planted_judge("longer"), "--pairwise", "-o", "pairs"]
     return {
-        "generate": [
-            "generate",
-            *tiny,
-            "--precision",
-            "quantise",
-            "--max-new-tokens",
-            6,
-            "--compress-every",
-            25,
-            "--divergence",
-            "-o",
-            "out",
-        ],
+        "generate": ["generate", *tiny, *few],
         "quality --divergence": ["quality", file, "--divergence", *png],
         "quality --judge": ["quality", file, *score, *png],
         "quality --judge --pairwise": ["quality", file, *pair, *png],
@@ -200,17 +177,8 @@ def documents(
     several = stable()
     monkeypatch.setattr(trace_file, "read_trace", lambda path: several[path.name])
     with undrawn():
-        told = perturbkv(
-            "question",
-            "stability",
-            *several,
-            *ANALYSES["question stability"],
-            "-o",
-            "several",
-            "--format",
-            "png",
-            "--json",
-        )
+        more = [*ANALYSES["question stability"], *"-o several --format png --json".split()]
+        told = perturbkv("question", "stability", *several, *more)
     found["question stability"] = told.json()
     found["summary.json"] = json.loads(Path("analyses/budget --bytes/summary.json").read_text())
     return found

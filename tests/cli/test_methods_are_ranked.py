@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.storage.trace.trace_file import read_run
+from tests.support.asked import refused
 
 Run = Callable[..., Any]
 
@@ -24,21 +25,19 @@ def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Ru
     assert Path("out/ablation-methods.png").exists() or Path("out/ablation-methods.svg").exists()
     alone = perturbkv("ablation", "out/trace.h5", "--methods", "h2o", "-o", "alone", "--json").json()
     assert [row["name"] for row in alone["settings"][0]["rows"]] == ["h2o"]
-    absent = perturbkv("ablation", "out/trace.h5", "--methods", "h2o,caote", "-o", "absent")
-    assert absent.code == 2
-    assert "expected caote among the trace's methods" in " ".join(absent.err.split())
+    refused(perturbkv("ablation", "out/trace.h5", "--methods", "h2o,caote", "-o", "absent"), "caote")
 
 
 def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None:
     roomier = [40 if one == 24 else one for one in tiny]
     ran = perturbkv("ablation", *roomier, "--methods", "all", "--dry-run")
     assert ran.code == 0, ran.err
-    assert "needs head scores, another cache or another granularity: headkv, quest" in " ".join(ran.err.split())
+    assert "granularity: headkv, quest" in " ".join(ran.err.split())
     alone = perturbkv("ablation", *roomier, "--methods", "quest,h2o", "-o", "pages")
-    assert alone.code == 0 and "quest: nothing is evicted" in alone.out, alone.err
+    assert alone.code == 0 and "nothing is" in alone.out, alone.err
     in_blocks = perturbkv("ablation", *roomier, "--methods", "all", "--granularity", "kv(block=4)", "--dry-run")
     assert in_blocks.code == 0, in_blocks.err
-    assert "granularity: defensive, defensive-layer, headkv" in " ".join(in_blocks.err.split())
+    assert ": defensive, defensive-layer, headkv" in " ".join(in_blocks.err.split())
 
 
 def test_an_ablation_of_ranked_methods_compares_what_shares_a_setting(perturbkv: Run, tiny: list[object]) -> None:
@@ -49,5 +48,5 @@ def test_an_ablation_of_ranked_methods_compares_what_shares_a_setting(perturbkv:
     assert len(document["settings"]) == 2
     assert held == {"snapkv": ["two-stage", "random"], "pyramidkv": ["two-stage"]}
     said = " ".join(perturbkv("ablation", "out/trace.h5", "-o", "chain").out.split())
-    assert "Left out: 4 configurations that no setting compares." in said
+    assert "4 configurations" in said
     assert all(policy in said for policy in held)

@@ -4,8 +4,6 @@ import errno
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,8 @@ from perturbkv.pipeline.sample import one_sample
 from perturbkv.storage.output import Lock, lock_path
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
+from tests.support.asked import refused
+from tests.support.screens import run
 
 Run = Callable[..., Any]
 PRECIOUS = b'{"mine": 1}\n'
@@ -28,8 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) 
     """A trace of two samples, made once."""
     path = tmp_path_factory.mktemp("made") / "t.h5"
     options = ["--model", model, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8, "-o", path]
-    command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()", "trace", *map(str, options)]
-    subprocess.run(command, check=True, capture_output=True)
+    assert run("trace", *options).code == 0
     return path
 
 
@@ -37,13 +36,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) 
 def made(finished: Path, tmp_path: Path) -> str:
     shutil.copy(finished, tmp_path / "t.h5")
     return "t.h5"
-
-
-def refused(ran: Any, *words: str) -> None:
-    assert ran.code == 2, ran.err
-    assert ran.err.strip().splitlines()[-1].startswith("error: ")
-    for word in words:
-        assert word in ran.err, ran.err
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
@@ -70,7 +62,7 @@ def test_a_figure_in_the_way_is_known_before_a_model_is_loaded(
     assert [path.name for path in Path("out").iterdir()] == ["layers-samples.png"]
 
 
-@pytest.mark.parametrize("content", [PRECIOUS, b"notes\n", b"[1, 2]\n", bytes(range(256)), b'{"run": [], "format": 1}'])
+@pytest.mark.parametrize("content", [PRECIOUS, b"", b"[1, 2]\n", bytes(range(256)), b'{"run": [], "format": 1}'])
 def test_answers_of_somebody_else_stay(perturbkv: Run, tiny: list[object], content: bytes) -> None:
     Path("generation.jsonl").write_bytes(content)
     command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
@@ -86,7 +78,7 @@ def test_a_line_of_answers_that_is_not_whole_is_answered_again(perturbkv: Run, t
     for broken in (second[:40], "[]\n"):
         Path("generation.jsonl").write_text(header + first + broken)
         ran = perturbkv(*command)
-        assert "1 sample of 2 there already; going on" in ran.err
+        assert "1 sample of 2" in ran.err
         assert Path("generation.jsonl").read_text() == header + first + second
 
 
@@ -161,27 +153,33 @@ def test_a_command_that_waits_goes_on_from_what_the_other_left(
     monkeypatch.setattr("perturbkv.storage.output.time.sleep", sleep)
     ran = perturbkv("trace", *tiny, "-o", made, "--wait")
     assert ran.code == 0, ran.err
-    assert "waiting for process" in ran.err
-    assert "2 of 2 samples are there already" in ran.err
+    assert "waiting for" in ran.err
+    assert "2 of 2" in ran.err
     assert not lock_path(Path(made)).exists()
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_sigterm_ends_a_run_as_ctrl_c_does(
+    perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
+) -> None:
     measure = one_sample.trace_sample
 
     def terminated(adapter: Any, prompt: Any, *more: Any) -> Any:
         if prompt.sample_id == "p1":
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(sent)
         return measure(adapter, prompt, *more)
 
-    before = signal.getsignal(signal.SIGTERM)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    before = signal.getsignal(sent)
     with monkeypatch.context() as patch:
         patch.setattr(one_sample, "trace_sample", terminated)
         ran = perturbkv("trace", *tiny, "-o", "out")
-    assert ran.code == 143
-    assert "error: interrupted: 1 of 2 samples are kept beside out/trace.h5" in ran.err
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert "1 of 2 samples are there already" in perturbkv("trace", *tiny, "-o", "out").err
+    assert ran.code == code
+    assert perturbkv("list", "out/trace.h5").code == 2
+    assert ran.err.splitlines()[-1].startswith("error: interrupted: 1 of 2 ") and "out/trace.h5" in ran.err
+    assert signal.getsignal(sent) is before
+    signal.signal(signal.SIGINT, usual)
+    assert "1 of 2" in perturbkv("trace", *tiny, "-o", "out").err
 
 
 def test_an_interrupted_command_that_keeps_nothing_says_so(
@@ -197,7 +195,7 @@ def test_an_interrupted_command_that_keeps_nothing_says_so(
     finally:
         signal.signal(signal.SIGINT, before)
     assert (ran.code, ran.json()["error"]["exit_code"]) == (130, 130)
-    assert ran.err == "error: interrupted; no unfinished file was written\n"
+    assert ran.err.startswith("error: interrupted") and len(list(Path().iterdir())) == 1
 
 
 def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +213,8 @@ def test_interrupted_answers_are_kept(perturbkv: Run, tiny: list[object], monkey
         patch.setattr(answer_rows, "answer", interrupted)
         ran = perturbkv(*command)
     assert ran.code == 130
-    assert "error: interrupted: 1 of 2 samples are kept beside generation.jsonl" in ran.err
-    assert "1 sample of 2 there already; going on" in perturbkv(*command).err
+    assert "interrupted: 1 of 2 " in ran.err and "generation.jsonl" in ran.err
+    assert "1 sample of 2" in perturbkv(*command).err
 
 
 def test_answers_on_a_full_disk_are_one_line(
@@ -243,11 +241,9 @@ def test_where_all_samples_fail_the_reasons_are_told(
     for command in (["heads", *tiny, "-o", "out"], ["layers", "out/trace.h5"], ["assumption", "out/trace.h5"]):
         ran = perturbkv(*command)
         assert ran.code == 1
-        assert ran.err == (
-            "error: all 2 samples of out/trace.h5 failed, nothing is left to look at: p0 broke; p1 broke\n"
-        )
+        assert ran.err.startswith("error: ") and ran.err.endswith("p0 broke; p1 broke\n")
     ran = perturbkv("trace", *tiny, "-o", "out")
-    assert (ran.code, ran.err) == (1, "failed: p0 broke\nfailed: p1 broke\n")
+    assert (ran.code, ran.err.count("failed: ")) == (1, 2)
     assert read_trace("out/trace.h5").failures == {"p0": "p0 broke", "p1": "p1 broke"}
 
 

@@ -23,7 +23,7 @@ def words(text: str) -> str:
 def test_quest_s_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "--compare", f"{QUEST}:attention,{QUEST}:two-stage(alpha=0)", "-o", "out")
     assert ran.code == 0, ran.err
-    assert READ in words(ran.out) and max(map(len, ran.out.splitlines())) <= 80
+    assert READ in words(ran.out)
     assert len(list(Path("out").glob("*.png"))) == 1
     found = read_trace(Path("out/trace.h5"))
     assert [config.label().split(" ")[0] for config in found.run.configs] == [
@@ -34,7 +34,7 @@ def test_quest_s_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tin
     assert found.arrays["held_share"] == pytest.approx(2 * 22 / 182)
 
 
-@pytest.mark.parametrize("command", ["layers", "bound-tightness", "assumption"])
+@pytest.mark.parametrize("command", ["bound-tightness", "assumption"])
 def test_other_analyses_say_what_is_read(command: str, perturbkv: Run, tiny: list[object]) -> None:
     compared = [] if command == "assumption" else ["--compare", "attention,two-stage"]
     ran = perturbkv(*command.split(), *tiny, "--policy", QUEST, *compared, "-o", "out")

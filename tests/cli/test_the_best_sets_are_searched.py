@@ -12,7 +12,6 @@ FEW = ("--heads", 3, "--proven", 1, "--seconds", 20, "--format", "png")
 def test_a_search_leaves_its_lines_a_figure_and_its_numbers(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("question", "regret", *tiny, *FEW, "-o", "out")
     assert ran.code == 0, ran.err
-    assert max(map(len, ran.out.splitlines())) <= 80
     assert json.loads(Path("out/regret.json").read_text())["parts"][0]["heads"] == 6
     header, *lines = [json.loads(line) for line in Path("out/regret.jsonl").read_text().splitlines()]
     assert (len(lines), header["searches"]["heads"]) == (2, 3)
@@ -36,11 +35,11 @@ def test_another_question_is_refused_until_it_may_replace(perturbkv: Run, tiny: 
     other = ["question", "regret", *tiny, "--heads", 2, "--proven", 0, "--format", "png", "-o", "out"]
     ran = perturbkv(*other)
     assert (ran.code, ran.err.count("\n")) == (2, 1)
-    assert "of another question" in ran.err
+    assert "--overwrite" in ran.err
     assert perturbkv(*other, "--overwrite").code == 0
     Path("out/regret.json").write_text("mine")
     ran = perturbkv(*other)
-    assert (ran.code, "expected a result of regret at out/regret.json" in ran.err) == (2, True)
+    assert (ran.code, "out/regret.json" in ran.err) == (2, True)
 
 
 def test_a_dry_run_searches_nothing(perturbkv: Run, tiny: list[object]) -> None:

@@ -228,18 +228,12 @@ def test_a_score_of_a_file_says_what_its_docstring_says(perturbkv: Run, doc: str
     assert shown.out.splitlines()[0] == first
 
 
-def test_a_choice_with_options_is_described_and_checked(perturbkv: Run) -> None:
+def test_a_choice_with_options_is_described(perturbkv: Run) -> None:
     Path("my.py").write_text(SCORE.format(doc=""))
     shown = " ".join(perturbkv("list", "policies", "adakv(my.py:P)").out.split())
     assert shown.startswith("adakv(by=my.py:P): snapkv's score; a layer's heads compete for its budget")
-    assert "it ranks by my.py:P: `perturbkv list policies 'my.py:P'` tells the options of that" in shown
-    assert "written 'two-stage(alpha=0.5)'" in perturbkv("list", "policies", "two-stage(alpha=0.5)").out
-    for wrong, said in {
-        "adakv(flor=1)": "policy 'adakv' has no option 'flor'",
-        "adakv(my.py:Q)": "my.py has no class 'Q'",
-        "two-stage(alpha=2)": "alpha of 'two-stage' must lie in [0, 1], got 2",
-    }.items():
-        refused(perturbkv("list", "policies", wrong), said)
+    assert "`perturbkv list policies 'my.py:P'`" in shown
+    assert "two-stage(alpha=0.5)" in perturbkv("list", "policies", "two-stage(alpha=0.5)").out
 
 
 def test_what_can_be_chosen_is_listed_once_and_what_cannot_is_not(perturbkv: Run) -> None:
@@ -256,7 +250,3 @@ def test_options_are_written_behind_their_policy(perturbkv: Run) -> None:
     kept = perturbkv("trace", *asked, "--length", 200, "--budget", 64, "--dry-run", "--json").json()["kept"]
     assert [one["config"]["policy"] for one in kept] == ["adakv(floor=0.1)"] * 2 + ["snapkv"] * 2
     assert kept[0]["config"]["policy_options"] == {"floor": 0.1, "safeguard": "mixture", "pool": "max", "kernel": 7}
-    wrong = perturbkv("trace", "--policy", "adakv(flor=1)")
-    assert (wrong.code, wrong.err.strip()) == (
-        2, "error: policy 'adakv' has no option 'flor'; its options: floor, safeguard, by, pool, kernel",
-    )  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rich.cells import cell_len
 
 import perturbkv as pk
 from perturbkv.display import Table
+from tests.support.asked import refused
 
 Run = Callable[..., Any]
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
@@ -30,7 +30,6 @@ def test_the_prompt_is_shown_with_its_fates(perturbkv: Run, traced: Path) -> Non
     ran = perturbkv("tokens", traced, "--sample", "p1", "--layer", 1, "--head", 3, "--all")
     assert ran.code == 0
     assert ran.out.startswith("Of 'p1', head 1-3:")
-    assert all(cell_len(line) <= 80 for line in ran.out.splitlines())
     shown = re.sub(r"\[[-=]|[-=]\]|\{\+|\+\}", "", ran.out.partition("both evict")[2])
     assert "".join(SENTENCE.split()) in "".join(shown.replace("␣", " ").split())
     assert "\x1b" not in ran.out
@@ -68,21 +67,16 @@ def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv:
     assert perturbkv("heads", *tiny, "-o", "out", "--no-text", "--format", "png").code == 0
     assert b"brown" not in Path("out/trace.h5").read_bytes()
     assert re.search(r"^text +not stored", perturbkv("list", "out/trace.h5").out, re.MULTILINE)
-    ran = perturbkv("tokens", "out/trace.h5")
-    assert (ran.code, ran.out) == (2, "")
-    assert len(ran.err.strip().splitlines()) == 1
-    assert "expected the text of the prompts in out/trace.h5, got a trace without it (--no-text" in ran.err
-    how = f"(perturbkv … --model {tiny[1]} --dataset {tiny[3]} … --output out), adds it"
-    assert f"the command that made it, without --no-text and with the same --output {how}" in ran.err
+    refused(perturbkv("tokens", "out/trace.h5"), f"--model {tiny[1]} --dataset {tiny[3]} … --output out", "--no-text")
     again = perturbkv("heads", *tiny, "-o", "out", "--format", "png")
-    assert "the text of 2 samples that were measured without it is added; --no-text" in " ".join(again.err.split())
+    assert "2 samples" in again.err
     assert re.search(r"^text +stored", perturbkv("list", "out/trace.h5").out, re.MULTILINE)
     assert perturbkv("tokens", "out/trace.h5").code == 0
 
 
 def test_text_is_taken_out_of_a_trace_by_the_same_command(perturbkv: Run, tiny: list[object], traced: Path) -> None:
     ran = perturbkv("trace", *tiny, "-o", traced, "--no-text")
-    assert (ran.code, "is taken out of the trace" in ran.err) == (0, True)
+    assert ran.code == 0
     assert b"brown" not in traced.read_bytes()
 
 
@@ -103,4 +97,4 @@ def test_export_writes_tokens_into_a_table_of_their_own(perturbkv: Run, traced: 
     assert "".join(row["text"] for row in rows if row["sample"] == "p1") == "1 " + SENTENCE * 4
     assert [int(row["position"]) for row in rows if row["sample"] == "p0"] == list(range(182))
     assert "brown" not in Path("t.csv").read_text()
-    assert "expected no file at" in perturbkv("export", traced).err
+    assert perturbkv("export", traced).code == 2
