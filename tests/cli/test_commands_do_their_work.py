@@ -81,17 +81,6 @@ def test_the_default_folder_names_time_model_and_dataset(perturbkv: Run, tiny: l
     assert folder.name.endswith("-tiny-prompts")
 
 
-def test_a_second_run_goes_on_and_a_longer_one_extends(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
-    perturbkv("trace", *tiny, "-o", "t.h5")
-    first = read_trace(tmp_path / "t.h5")
-    again = perturbkv("trace", *tiny, "-o", "t.h5")
-    assert "2 of 2" in again.err
-    assert perturbkv("trace", *instead(tiny, "--samples", 3), "-o", "t.h5").code == 0
-    longer = read_trace(tmp_path / "t.h5")
-    assert longer.sample_ids == ("p0", "p1", "p2")
-    np.testing.assert_array_equal(longer.arrays["theta"][:2], first.arrays["theta"])
-
-
 def test_dry_run_tells_and_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     told = perturbkv("heads", *tiny, "--max-tokens", 100, "--dry-run", "--json").json()
     assert (told["samples"], told["tokens_max"], told["cut_samples"]) == (2, 100, 2)
@@ -135,12 +124,9 @@ def test_a_gguf_file_is_converted_once_and_doctor_says_where_it_is(
     assert found.startswith(f"{tmp_path / 'cache'} (1 model, ")
 
 
-@pytest.mark.parametrize("command", ["list models", "list datasets", "list policies", "doctor"])
-def test_listings_speak_in_tables_and_json(perturbkv: Run, command: str) -> None:
-    table = perturbkv(*command.split())
-    assert table.code == 0
-    assert "…" not in table.out
-    assert len(perturbkv(*command.split(), "--json").json()) > 1
+def test_doctor_shows_its_findings_whole(perturbkv: Run) -> None:
+    table = perturbkv("doctor")
+    assert table.code == 0 and "…" not in table.out
 
 
 def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:

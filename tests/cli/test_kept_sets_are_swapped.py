@@ -91,13 +91,11 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
 def test_measurements_of_another_run_stay(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("question", "patching", *tiny, "-o", "out", "--format", "png").code == 0
     before = Path("out/swap.jsonl").read_bytes()
-    other = perturbkv("question", "patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png")
+    ask = ["question", "patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png"]
+    other = perturbkv(*ask)
     assert other.code == 2 and "--overwrite" in other.err
     assert Path("out/swap.jsonl").read_bytes() == before
-    assert (
-        perturbkv("question", "patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png", "--overwrite").code
-        == 0
-    )
+    assert perturbkv(*ask, "--overwrite").code == 0
 
 
 def test_layers_are_read_and_told_as_ranges() -> None:
