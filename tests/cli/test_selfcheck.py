@@ -70,5 +70,5 @@ def test_random_weights_have_no_ties_and_no_model_is_said(
     assert not Path("gpu.json").exists()
     ran = perturbkv("doctor", "selfcheck", "--device", "cpu", "-o", "gpu.json")
     assert ran.code == 0, ran.err
-    assert ran.err.count("\n") == 1
+    assert "trained model" in ran.err
     assert json.loads(Path("gpu.json").read_text())["ties"] == []
