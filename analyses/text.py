@@ -91,10 +91,10 @@ RANGES_NOTE = "the range of single samples, outside which a number of all of the
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
-CACHE_SHARE_NOTE = "held / full: entries that the evicted cache holds over those of the full cache."
-READ_NOTE = "nothing is evicted; held / full is what each head reads at a step, and all stays in memory."
+CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."
+READ_NOTE = "nothing is evicted; the cache share is what each head reads at a step, and all stays in memory."
 SPARSE_PREFILL_NOTE = (
-    "nothing is evicted; held / full is the share of pairs of query and entry that its own prefill looks at; "
+    "nothing is evicted; the cache share is that of the pairs of query and entry that its own prefill looks at; "
     "isolated is a mean over 32 queries of the prompt."
 )
 ABOVE_FULL = (
@@ -104,7 +104,7 @@ ABOVE_FULL = (
 
 
 def cache_share_note(shares: Iterable[float], limit: int | None = None) -> str:
-    """Return the note on held / full, and on shares above 1 where there are any.
+    """Return the note on the cache share, and on shares above 1 where there are any.
 
     Args:
         shares: the cache shares of the table.

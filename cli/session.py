@@ -168,7 +168,7 @@ class Session:
         samples = plural(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
         measured = self.trace.attrs.get(MEASURED_LAYERS)
-        layers = escape_line(f"layers {measured} are measured; held / full is of their entries") if measured else ""
+        layers = escape_line(f"layers {measured} are measured; the cache share is of their entries") if measured else ""
         return escape_line(f"{run.model} · {datasets} · {samples}{special}"), layers
 
 

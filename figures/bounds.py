@@ -117,7 +117,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
 def _cache_shares_text(configs: Sequence[Tightness]) -> str:
     """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"{shown.config.budget}: {text.cache_share(shown.cache_share)}" for shown in configs)
-    return f"held / full of b={', '.join(shares)}"
+    return f"cache share of b={', '.join(shares)}"
 
 
 def _tightness_map(name: str, config: Tightness) -> panels.Map:
@@ -317,7 +317,7 @@ def _reading_rows(named: Sequence[_Named]) -> list[list[panels.Map]]:
 
 def _config_title(name: str, config: ConfigAssumption) -> str:
     """Return the title of a configuration's map: its budget, folded, and its cache share."""
-    return f"{fold(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
+    return f"{fold(f'b={name}', _NAME)}\ncache share {text.cache_share(config.cache_share)}"
 
 
 def _assumption_map(heading: str, config: ConfigAssumption, reading_name: str, row_label: str) -> panels.Map:

@@ -86,7 +86,7 @@ def _side_look(side: int) -> dict[str, Any]:
 def _budget_label(savings: MeasuredSavings, along: str) -> str:
     """Return the x label: cache share, or budget with its unit."""
     if along == "held":
-        return "held / full cache"
+        return "cache share"
     return f"budget, {savings.points[0].config.budget.unit}"
 
 

@@ -155,4 +155,4 @@ def _setting_label(one: Setting) -> str:
         if one.decides
         else one.undecided_reason.split(";")[0]
     )
-    return f"b={one.name}: {len(one.configs)} methods, held / full {shares}, {n}"
+    return f"b={one.name}: {len(one.configs)} methods, cache share {shares}, {n}"

@@ -123,7 +123,7 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
         style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        shares = f"held / full {cache_shares_text(result.cache_shares)}"
+        shares = f"cache share {cache_shares_text(result.cache_shares)}"
         style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}")
     return figure
 
@@ -325,7 +325,7 @@ def _panel_titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), setting) if part)
         between = " /\n  " if grid.split else " / "
-        lines = [fold(name, grid.letters), f"held / full {cache_shares_text(result.cache_shares)}",
+        lines = [fold(name, grid.letters), f"cache share {cache_shares_text(result.cache_shares)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         titles.append("\n".join(line for line in lines if line))
     return titles

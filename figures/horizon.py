@@ -115,7 +115,7 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
 def _cache_shares_text(configs: Sequence[ConfigHorizon]) -> str:
     """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"b={one.config.budget}: {text.cache_share(one.cache_share)}" for one in configs)
-    return f" · held / full of {', '.join(shares)}"
+    return f" · cache share of {', '.join(shares)}"
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:

@@ -49,7 +49,7 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
         shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
         interval_text = style.interval_legend(result.identity.samples, medians=True)
         drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
-        note = f"{drifts} · ×: tied, {tied} · held / full of {shares}"
+        note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
         style.draw_foot(figure, result.identity, note)
     return figure
 
@@ -255,7 +255,7 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
-    budget = f"b={result.baseline.budget}, held / full {cache_shares_text(result.cache_shares)}"
+    budget = f"b={result.baseline.budget}, cache share {cache_shares_text(result.cache_shares)}"
     axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
@@ -318,7 +318,7 @@ def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
             low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     known = _cache_shares_known(result)
-    axes.set(xlabel=f"{'held / full cache' if known else 'kept share of a head'} (%)", ylabel=label)
+    axes.set(xlabel=f"{'cache share' if known else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     shares = np.concatenate([100 * _shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
@@ -344,7 +344,7 @@ def _cache_shares_text(result: BudgetCurves) -> str:
              for curve in result}  # fmt: skip
     if len(shares) > 1:
         return ""
-    return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in shares.pop())
+    return " · cache share of " + ", ".join(f"b={budget}: {share}" for budget, share in shares.pop())
 
 
 def _cache_shares_known(result: BudgetCurves) -> bool:

@@ -60,7 +60,7 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
         style.set_title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
         style.draw_foot(
-            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · held / full {shares}"
+            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · cache share {shares}"
         )
     return figure
 
@@ -153,7 +153,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
         shares = dict.fromkeys(
             f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
         )
-        note = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
+        note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
         style.draw_foot(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
@@ -240,7 +240,7 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     deciding = {outcome: budget.by_outcome(outcome)[0].deciding for outcome in OUTCOMES}
     shares = " to ".join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))
     title = (
-        f"b={budget.name}, {len(budget.configs)} methods; held / full {shares}"
+        f"b={budget.name}, {len(budget.configs)} methods; cache share {shares}"
         f"\nn = {deciding['score']} (number), {deciding['digits']} (digits)"
     )
     reasons = [

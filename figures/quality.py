@@ -162,7 +162,7 @@ def _method_looks(count: int) -> list[tuple[Any, str]]:
 def _x_label(result: Quality) -> str:
     """Return the x label: cache shares, or budgets where the trace lacks a cache share."""
     known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
-    return "held / full cache (%)" if known else "budget × 100"
+    return "cache share (%)" if known else "budget × 100"
 
 
 def _quality_legend(curves: Curves) -> list[Line2D]:

@@ -282,7 +282,7 @@ def _locate(axis: Axis, along: str) -> Axis:
     located = axis if along == "budget" else dataclasses.replace(axis, at=axis.cache_shares)
     if not (np.diff(located.at) > 0).all():  # NaN where the trace lacks cache shares
         msg = (
-            f"{ANALYSIS} needs caches that grow with the budget, got held / full {located.at.round(3).tolist()} of "
+            f"{ANALYSIS} needs caches that grow with the budget, got cache share {located.at.round(3).tolist()} of "
             f"'{axis.configs[0].label()}'; compare sides of one granularity"
         )
         raise TraceError(msg)

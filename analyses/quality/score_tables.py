@@ -95,7 +95,7 @@ def _tabular(layout: Layout) -> Iterator[str]:
     if any(kind for kind, _ in layout.kinds):
         yield _latex_row(["", "", "", *_kind_headings(layout)])
         yield "".join(_kind_rules(layout))
-    yield _latex_row(["method", "$b$", "held / full", *map(escape_latex, layout.columns)])
+    yield _latex_row(["method", "$b$", "cache share", *map(escape_latex, layout.columns)])
     yield r"\midrule"
     for row in layout.rows:
         if layout.starts_group(row):
@@ -164,7 +164,7 @@ def markdown(layouts: Sequence[Layout], caption: str) -> str:
 
 def _markdown_table(layout: Layout) -> str:
     """Return one table in Markdown."""
-    heads = ["method", "b", "held / full", *map(_escape_markdown, _column_names(layout))]
+    heads = ["method", "b", "cache share", *map(_escape_markdown, _column_names(layout))]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     rows = [_markdown_row(one) for one in layout.rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *rows))

@@ -329,7 +329,7 @@ class EvictionConfig:
         Less common choices and options at their default are omitted, unless `every` is set.
         """
         texts = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        texts |= {"alpha": f"alpha={self.alpha_text}", "window": f"w={self.window}"}
+        texts |= {"alpha": f"a={self.alpha_text}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         texts |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         texts["granularity"] = self.granularity.name

@@ -165,5 +165,5 @@ def test_answers_without_a_metric_show_no_score(model: Adapter) -> None:
     mine = pk.Prompt.from_text(TEXT, model, "Who?")
     answers = pk.generate(model, mine, pk.grid(24, window=8), max_new_tokens=2, progress=False)
     assert "0 to 1" not in answers._repr_html_()
-    assert "  full cache (held / full 1.00):" in repr(answers).splitlines()
+    assert "  full cache (cache share 1.00):" in repr(answers).splitlines()
     assert answers.to_frame()["score"].isna().all()

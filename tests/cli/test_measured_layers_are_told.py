@@ -47,7 +47,7 @@ def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: li
         assert file["layer"][:].tolist() == [2, 5]
         assert file["theta"].shape[3] == 2
     said = perturbkv("heads", "t.h5").out
-    assert "layers 2 5 of 6 are measured; held / full is of their entries" in said
+    assert "layers 2 5 of 6 are measured; the cache share is of their entries" in said
     trace = read_trace("t.h5")
     assert [trace.layer_name(place) for place in (0, 1)] == [2, 5]
     assert trace.to_xarray()["theta"].sel(layer=5).shape == trace.arrays["theta"][..., 1, :].shape

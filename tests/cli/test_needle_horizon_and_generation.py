@@ -97,7 +97,7 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
     assert [label.partition(" ")[0] for label in rows[0]["evicted"]] == ["snapkv:attention", "snapkv:two-stage"]
     assert all(len(made["tokens"]) <= 6 for row in rows for made in row["evicted"].values())
     assert [made["held_share"] for made in rows[0]["evicted"].values()] == [pytest.approx(2 * 24 / 182)] * 2
-    assert "held / full: entries" in ran.out
+    assert "cache share: entries" in ran.out
     assert ran.out.count("0.26") == 4
     whole = path.read_text()
     path.write_text("\n".join(whole.splitlines()[:2]) + '\n{"sample": "p1", "unfini')

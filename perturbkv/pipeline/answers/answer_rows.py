@@ -167,9 +167,9 @@ def _has_bytes(row: Mapping[str, Any]) -> bool:
 
 
 def _describe_cache(cache: Mapping[str, Any]) -> str:
-    """Return a cache's shares as text, such as "held / full 0.25"."""
+    """Return a cache's shares as text, such as "cache share 0.25"."""
     byte_share = f", bytes / full {cache['bytes_share']:.2f}" if "bytes_share" in cache else ""
-    return f"held / full {cache['held_share']:.2f}{byte_share}"
+    return f"cache share {cache['held_share']:.2f}{byte_share}"
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -201,7 +201,7 @@ def _table(row: Mapping[str, Any]) -> Table:
         lines.append((name, f"{cache['held_share']:.2f}", *byte_share, *score, _one_line(cache["text"])))
     columns = (
         "cache",
-        "#held / full",
+        "#cache share",
         *(["#bytes / full"] if _has_bytes(row) else []),
         *([f"#{row['metric']}, 0 to 1"] if graded else []),
         "answer",
