@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.configs.resources import Shape
 
@@ -83,7 +84,7 @@ def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float
             first = done
             seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
             if seconds >= _WORTH_A_NOTE_S:
-                console.note(f"{total - done} samples take {duration(seconds)}, by a quick estimate")
+                console.note(f"{plural(total - done, 'sample')} to measure, {duration(seconds)} by a quick estimate")
             start = clock()
         elif done > first and not printed:
             printed = True
