@@ -55,7 +55,7 @@ class Ablation(SettingsResult):
     )
 
     def conclusion(self) -> str:
-        """Return by how much two stages perturb less than the baseline, and the gain of each ingredient."""
+        """Return by how much two-stage selection perturbs less than the baseline, and each ingredient's gain."""
         method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
         parts = [self._gain_clause(name, phrase) for name, phrase in _INGREDIENT_PHRASES.items()]
         clauses = "; ".join(filter(None, (comparison(method, BASELINE, self.cases(method)), *parts)))
@@ -155,7 +155,7 @@ def _setting_notes(name: str, setting: Setting) -> list[str]:
 
 
 def _left_out_note(configs: Iterable[EvictionConfig]) -> str:
-    """Return the note on the configurations that are left out: '… h2o:attention, 2 × snapkv:random'."""
+    """Return the note that lists configurations left out: '… h2o:attention, 2 × snapkv:random'."""
     counts = Counter(f"{config.policy}:{config.selection}" for config in configs)
     names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
     return f"Left out, as nothing in their settings but controls can be compared with {BASELINE}: {names}"
