@@ -34,7 +34,7 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
 
 
 def _prompt_keys(trace: Trace, index: int) -> list[str]:
-    """Return the keys that identify a prompt: its source with its name there, and a digest of its tokens if stored."""
+    """Return the keys that identify a prompt: source and sample id, and a digest of its tokens if stored."""
     keys = [json.dumps([_prompt_source(trace), trace.sample_ids[index]])]
     if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
         start = int(trace.arrays["prompt_offset"][index])
@@ -44,7 +44,7 @@ def _prompt_keys(trace: Trace, index: int) -> list[str]:
 
 
 def _prompt_source(trace: Trace) -> object:
-    """Return what identifies a source of prompts: the digest of the user's file, else data set, options and seed."""
+    """Return a JSON value that identifies a prompt's source: the file's digest, or data set, options and seed."""
     options = trace.run.dataset_options
     if digest := options.get("file_sha256"):
         return digest
@@ -67,7 +67,7 @@ def as_traces(traces: Any) -> tuple[Trace, ...]:
 
 
 def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
-    """Raise TraceError for no trace, and for traces of different settings or with a common prompt."""
+    """Raise TraceError for an empty list, and for traces with different settings or a common prompt."""
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"
         raise TraceError(msg)

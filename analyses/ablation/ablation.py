@@ -74,7 +74,7 @@ class Ablation(SettingsResult):
         return [f"Half of {BASELINE}'s sum lies in {text.percent(kind.half_share)} of the heads (propagated).", *left]
 
     def details(self) -> Sequence[Part]:
-        """Return controls, missing ingredients, configurations left out, and the definitions of ties and floors."""
+        """Return notes on controls, missing ingredients and left-out configurations; definitions of ties, floors."""
         names = [name or setting.setting for name, setting in zip(self.setting_names(), self.settings, strict=True)]
         named = zip(names, self.settings, strict=True)
         return [

@@ -130,7 +130,7 @@ class _Group:
         return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
     def evidence(self, bound: str) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) True where a bound is valid: θ̂ where every σ > 0.5, θ and 1 − S everywhere."""
+        """Return (sample, layer, head) True where a bound is valid: for θ̂ if all σ > 0.5, for others everywhere."""
         everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 

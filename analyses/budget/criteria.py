@@ -131,7 +131,7 @@ def _mean_over_steps(array: Floats, measured: NDArray[np.bool_]) -> Floats:
 
 
 def criteria(max_kl: float | None, max_drop: float | None, min_top1: float | None) -> tuple[Criterion, ...]:
-    """Return the criteria of some limits, `max_drop` in points of 100. Raises ConfigError for none or a bad one."""
+    """Return the criteria of the given limits; `max_drop` in points of 100. Raises ConfigError for invalid limits."""
     limits = {"kl": max_kl, "drop": max_drop, "top1": min_top1}
     if all(limit is None for limit in limits.values()):
         msg = (

@@ -235,7 +235,7 @@ class EqualBytes(Result):
         return (*(row for setting in self.settings for row in setting.rows), *self.everything)
 
     def conclusion(self) -> str:
-        """Return whether more entries of few bits perturb less than fewer of 16, per number of bits, and scores."""
+        """Return, per number of bits, whether more quantised entries perturb less than 16-bit ones, and scores."""
         bits = sorted({row.bits for setting in self.settings for row in setting.rows[1:]}, reverse=True)
         clauses = [comparison(f"storing {count} bits", "evicting alone", self._bits_cases(count)) for count in bits]
         answers = filter(None, map(self._score_clause, bits))
