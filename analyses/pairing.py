@@ -107,7 +107,7 @@ def _named_options(side: str) -> set[str]:
 def _matching_baselines(
     candidates: list[EvictionConfig], treatment: EvictionConfig, free: set[str]
 ) -> list[EvictionConfig]:
-    """Return a treatment's baselines: candidates with its stage 1 and granularity if any, else the first that fits."""
+    """Return the baselines nearest to a treatment: with equal options, else equal stage 1, else the first candidate."""
     comparable = [
         config for config in candidates if config != treatment and _equal_except_sides(config, treatment, free)
     ]
