@@ -54,15 +54,15 @@ class Result(Record, ABC):
         return ""
 
     def lines(self) -> Sequence[Line]:
-        """Return the lines of the table."""
+        """Return the table's lines, each a name with its records."""
         return ()
 
     def body(self) -> list[Part]:
-        """Return the parts between the run and the notes: the table, where it has lines."""
+        """Return the displayed parts between run and notes: the table, if it has lines."""
         return [self.table()] if self.lines() else []
 
     def caveats(self) -> Sequence[str]:
-        """Return at most two short sentences without which the table would be misread."""
+        """Return at most two short sentences that readers of the table need."""
         return ()
 
     def details(self) -> Sequence[Part]:
@@ -97,7 +97,7 @@ class Result(Record, ABC):
         return [columns.explanation(list(declared.values())), *more, *self.details(), *self.identity.bytes_table()]
 
     def _remarks(self) -> list[str]:
-        """Return all notes under the table, the most important first."""
+        """Return the notes under the table, most important first."""
         return list(filter(None, [self.interval_note(), self.identity.no_eviction_note(), *self.caveats()]))
 
     def plot(self, width_mm: float = 174) -> Figure:
@@ -111,7 +111,7 @@ class Result(Record, ABC):
         return pd.DataFrame(self.records())
 
     def _draw(self, name: str, width_mm: float) -> Figure:
-        """Return the figure of a name in `perturbkv.figures.FIGURES`; loaded late, as figures import results."""
+        """Return this result's figure called `name` in `perturbkv.figures.FIGURES`, imported on first use."""
         figure: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
         return figure
 

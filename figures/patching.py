@@ -46,7 +46,7 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _outcome_panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:
-    """Return a panel per kind ("shapley", "greedy"), one above the other or side by side."""
+    """Return the panels of the given kinds ("shapley", "greedy"), stacked if narrow, else side by side."""
     if narrow or len(kinds) < 2:
         return [figure.add_subplot(grid[index, 0]) for index in range(len(kinds))]
     inner = grid[0, 0].subgridspec(1, 2, width_ratios=[3, 2])
@@ -113,7 +113,7 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
 
 
 def _legend(result: Patching) -> list[Line2D]:
-    """Return the legend entries of what is drawn."""
+    """Return the legend entries for the drawn values, curves and mixtures."""
     value, colours = style.category_colours(1)[0], style.category_colours(4)
     handles = []
     if result.shapley is not None:

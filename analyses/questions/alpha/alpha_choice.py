@@ -234,7 +234,7 @@ def check_folds(count: int | None, samples: int) -> None:
 
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
-    """Return, per level, the α of least Σ isolated L1 over the `trained` samples; of ties the nearest the paper's."""
+    """Return level -> (layer, head) α indices of least Σ isolated L1 over `trained` samples; ties: near the paper's."""
     by_head = sweep.loss[trained].sum(axis=0)
     loss = by_head.reshape(*by_head.shape[:-1], -1, sweep.heads_per_set).sum(axis=-1)  # (α, layer, kept set)
     summed = {GLOBAL: loss.sum(axis=(1, 2), keepdims=True), LAYER: loss.sum(axis=2, keepdims=True), HEAD: loss}

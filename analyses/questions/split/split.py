@@ -96,7 +96,7 @@ class Split(Result):
         return [Line(name, (spread,)) for name, spread in zip(self._config_names(), self.spreads, strict=True)]
 
     def caveats(self) -> Sequence[str]:
-        """Return the meaning of S and D, and the number of heads that are left out."""
+        """Return the definitions of S and D, and the number of heads left out."""
         left = sum(spread.left_out for spread in self.spreads)
         every = left + sum(spread.heads for spread in self.spreads)
         return [
@@ -105,7 +105,7 @@ class Split(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the tables of contests and of corrections, with a sentence on each and notes on how to read them."""
+        """Return the tables of contests and of corrections, each with a sentence, and notes on reading them."""
         shown: list[Part] = [*self.contest_texts(), *self.correction_texts()]
         names = ("loss", "mass", "difference", "mass_falls", "difference_falls")
         for (baseline, treatment), contests in self.contests_by_sides().items():
@@ -173,7 +173,7 @@ class Split(Result):
         return [comparison(name, "no correction", cases) for name, cases in self.correction_cases().items()]
 
     def _spread_clause(self) -> str:
-        """Return 'how much goes explains 81 % … to 84 % … of what makes heads differ, 44 % … with random (control)'.
+        """Return the clause on the variance share of 1 − S: 'how much goes explains 81 % … of what makes heads differ'.
 
         Where it is decided whether 1 − S or D explains more, the clause begins with that.
         """
@@ -187,7 +187,7 @@ class Split(Result):
         return f"{whole}, {_mass_shares(controls)} with {_CONTROL} (control)" if methods and controls else whole
 
     def _known_spreads(self) -> list[tuple[str, Spread]]:
-        """Return the spreads that are not NaN, with the names of their configurations."""
+        """Return (configuration's name, spread) for the spreads that are not NaN."""
         named = zip(self._config_names(), self.spreads, strict=True)
         return [(name, spread) for name, spread in named if not isnan(spread.by_mass)]
 
@@ -217,7 +217,7 @@ def _mass_shares(spreads: Sequence[tuple[str, Spread]]) -> str:
 
 
 def _contest_text(baseline: str, treatment: str, contests: Sequence[Contest]) -> str:
-    """Return the clause on the ratios of L, 1 − S and D, over the budgets at which both sides lose something."""
+    """Return the clause on the ratios of L, 1 − S and D, over the budgets at which both sides have a loss."""
     contests = [one for one in contests if one.heads]
     if not contests:
         return f"no head loses anything under both {treatment} and {baseline}"
@@ -235,7 +235,7 @@ def _factor_range(ratios: Sequence[float]) -> str:
 
 
 def _lower_kl_shares(rows: Sequence[tuple[str, Row]]) -> str:
-    """Return the least and the largest share of prompts whose KL is lower, over the configurations."""
+    """Return the least and largest share of prompts with lower KL, over the corrected configurations."""
     return extremes(
         [(name, row.kl_falls, f"{text.percent(row.kl_falls, row.kl_falls_interval)} of prompts") for name, row in rows]
     )
@@ -340,7 +340,7 @@ def _configs_of_sides(run: RunConfig, sides: Sequence[str]) -> list[EvictionConf
 
 
 def _pairs(run: RunConfig, sides: Sequence[str]) -> list[Pair]:
-    """Return the uncorrected pairs of the first side, as baseline, with each later side; none for a single side."""
+    """Return the uncorrected pairs of the first side (baseline) with each later side; empty for a single side."""
     baseline, *treatments = sides
     chosen = [pair for side in treatments for pair in pairs(run, baseline, side)]
     return [pair for pair in chosen if all(one.only_evicts for one in pair)]
