@@ -155,7 +155,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 
 
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
-    """Return the byte share of each configuration; empty where unknown, and where all of them only evict."""
+    """Return the byte share of each configuration; empty if unknown, or if all only evict."""
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
     if not known or not trace.ok.any() or all(config.only_evicts for config in configs):
         return ()

@@ -151,7 +151,7 @@ def measured_steps(trace: Trace) -> NDArray[np.int64]:
 
 
 def _select_samples(trace: Trace, selected: NDArray[np.bool_]) -> Trace:
-    """Return the trace with its failed samples and those complete ones that are `selected`, (complete sample,)."""
+    """Return the trace with its failed samples and the `selected` complete samples, (complete sample,)."""
     stays = ~trace.ok
     stays[trace.ok] = selected
     arrays = {
@@ -171,7 +171,7 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
 
 
 def sets_per_layer(trace: Trace, config: int) -> int:
-    """Return the largest number of distinct kept sets in a layer, for the configuration at an index.
+    """Return the largest number of different kept sets in a layer, for the configuration at an index.
 
     Heads that share a set share its offset in the file. Raises TraceError where the trace does not hold the kept
     positions.

@@ -77,7 +77,7 @@ def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
 
 
 def _check_equal_settings(first: Trace, other: Trace) -> None:
-    """Raise TraceError where two traces differ in model, cache or another setting, or in their configurations."""
+    """Raise TraceError where two traces differ in model, cache, further settings or configurations."""
     shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
     different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
     if different:
@@ -94,5 +94,5 @@ def _check_equal_settings(first: Trace, other: Trace) -> None:
 
 
 def _trace_name(trace: Trace) -> str:
-    """Return the path of a trace, or its data set where it has none, for error messages."""
+    """Return a trace's path, or its data set if it has no path, for error messages."""
     return trace.source or f"a trace of {trace.run.dataset}"

@@ -171,7 +171,7 @@ class SettingsResult(Result):
         return short_names([setting.baseline for setting in self.settings], *self.IGNORED)
 
     def lines(self) -> Sequence[Line]:
-        """Return the lines of each setting, under its name where there are several."""
+        """Return the lines of all settings, under the setting's name if there are several."""
         if len(self.settings) == 1:
             return list(self.settings[0].lines())
         named = zip(self.setting_names(), self.settings, strict=True)

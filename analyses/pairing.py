@@ -143,7 +143,7 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
 
 
 def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """Return the groups of pairs, as `series` makes them, of every treatment. Raises as `check_sides` and `pairs`."""
+    """Return the `series` of every treatment: pairs in groups. Raises as `check_sides` and `pairs`."""
     return [
         group
         for treatment in check_sides(trace, baseline, treatments)
@@ -379,7 +379,7 @@ def pair_names(pairs: Sequence[Pair]) -> list[str]:
 
 
 def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
-    """Return the sides and the shared choices, but those in `without`: 'two-stage against attention: snapkv b=64'."""
+    """Return the sides and the shared choices, except `without`: 'two-stage against attention: snapkv b=64'."""
     baselines, treatments = (
         " and ".join(dict.fromkeys(names)) for names in zip(*(side_names(*pair) for pair in pairs), strict=True)
     )

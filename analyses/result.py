@@ -119,6 +119,7 @@ class Result(Record, ABC):
         return as_text(self.screen())
 
     def _repr_html_(self) -> str:
+        """Return the displayed parts as HTML, for a notebook."""
         return as_html(self.screen())
 
     def screen(self) -> list[Part]:
@@ -190,7 +191,7 @@ class Several(Sequenced[MemberResult], Result):
         return [row for member in self.members for row in member.records()]
 
     def plot(self, width_mm: float = 174) -> Figure:
-        """Return the figure of a single member. Raises ConfigError where there are several."""
+        """Return the only member's figure. Raises ConfigError for several members."""
         if len(self.members) != 1:
             msg = f"expected one series to draw, got {len(self.members)}; draw them singly: result[0].plot()"
             raise ConfigError(msg)

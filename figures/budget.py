@@ -279,7 +279,7 @@ def _draw_verdict(axes: Axes, verdict: Verdict, look: dict[str, Any], scale: flo
 
 
 def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
-    """Return a legend entry per selection, and one of the limit."""
+    """Return a legend entry per selection, and an entry for the limit."""
     named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     entries = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
              for one, colour, marker, dash in named]  # fmt: skip
@@ -372,7 +372,7 @@ def _looks_by_bits(result: EqualBytes) -> dict[int, dict[str, Any]]:
 
 
 def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
-    """Return the legend entries: numbers of bits, everything kept, and the full cache, as far as drawn."""
+    """Return the legend entries for numbers of bits, everything kept, and the full cache, if drawn."""
     marks = [
         Line2D([], [], markersize=3.2, markerfacecolor="none", label=_bits_label(count), **look)
         for count, look in _looks_by_bits(result).items()

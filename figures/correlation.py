@@ -135,7 +135,7 @@ def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence
 
 
 def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]:
-    """Return a legend entry per setting, and one of the band of the method identity baseline."""
+    """Return a legend entry per setting, and an entry for the band of the method identity baseline."""
     named = [
         Line2D([], [], color=colour, marker="o", markersize=3, label=_setting_label(one))
         for colour, one in zip(colours, settings, strict=True)

@@ -177,7 +177,7 @@ def _extra_lines(result: HeadComparison) -> int:
 
 
 def pair_legend(result: HeadComparison) -> list[Line2D]:
-    """Return the legend entries: the diagonal, rings, and crosses where there are ties."""
+    """Return the legend entries: diagonal, rings and, if any head ties, crosses."""
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,

@@ -62,7 +62,7 @@ def _by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizo
 
 
 def _selection_name(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
-    """Return policy and selection, as far as they differ among the configurations."""
+    """Return policy and selection, each only if it differs among the configurations."""
     words = distinct_choices([one.config for one in configs])[list(configs).index(config)]
     return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
 
@@ -102,7 +102,7 @@ def _finish_panels(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHor
 
 
 def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: dict[str, Any]) -> list[Line2D]:
-    """Return a legend entry per selection, and one per budget where there are several dashes."""
+    """Return a legend entry per selection, and per budget if there are several line styles."""
     handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if len(dashes) < 2:
         return handles

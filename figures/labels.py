@@ -100,7 +100,7 @@ def key_height_mm(key: Sequence[str], width_mm: float) -> float:
 
 
 def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
-    """Draw the key above the figure's foot: number, name, and a line in the name's colour, where it has one."""
+    """Draw the key above the figure's foot: number, name and, if given, a line in the name's colour."""
     if not key:
         return
     entries, line_colours = _key_entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]

@@ -146,7 +146,7 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
 
 
 def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
-    """Draw the ratio of the last layer's drift in row `index`, below the heads'; nothing where there is none."""
+    """Draw the ratio of the last layer's drift in row `index`, below the heads' ratios; nothing without drift."""
     if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
         return
     axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.error_bars(row.drift_ratio, row.drift_ratio_interval),

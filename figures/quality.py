@@ -75,7 +75,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def drawn_columns(result: Quality) -> list[ScoreColumn]:
-    """Return the columns to draw, the average last where there are several."""
+    """Return the columns to draw; the average is last if there are several."""
     first = result.datasets if len(result.datasets) <= _MOST else result.kinds
     return [*first, result.average] if len(first) > 1 else list(first)
 
@@ -160,7 +160,7 @@ def _method_looks(count: int) -> list[tuple[Any, str]]:
 
 
 def _x_label(result: Quality) -> str:
-    """Return the x label: cache shares, or budgets where the trace lacks a cache share."""
+    """Return the x label: cache shares, or budgets if any cache share is unknown."""
     known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
     return "cache share (%)" if known else "budget × 100"
 
@@ -270,7 +270,7 @@ def _finish_divergence(axes: Sequence[Axes], result: Divergence) -> None:
 
 
 def _foot_text(result: Divergence, configs: int) -> str:
-    """Return the foot's text: n, the kind of bands, and the tokens that a point of KL averages."""
+    """Return the foot's text on n, the kind of bands, and the number of tokens per point of KL."""
     samples = len(result.samples)
     means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
     points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""

@@ -141,7 +141,7 @@ def _cloud_entries(cloud: Sequence[Spread]) -> list[Line2D]:
 
 
 def _marks_text(cloud: Sequence[Spread]) -> str:
-    """Return the foot's text on dots and hollow marks."""
+    """Return the foot's text on the meaning of dots and hollow marks."""
     return f"dots: heads of {' and '.join(_cloud_names(cloud)[:_WIDE])}; hollow marks: the geometric mean of all heads"
 
 

@@ -162,7 +162,7 @@ def category_colours(count: int) -> list[Any]:
 
 
 def interval_legend(samples: int, medians: bool = False) -> str:
-    """Return the foot's text on bars, bands and brackets; `medians`: some of them are intervals of medians."""
+    """Return the foot's text on bars, bands and brackets; `medians`: whether it covers intervals of medians."""
     if samples < 2:
         return "1 sample: no intervals"
     median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
@@ -203,7 +203,7 @@ def draw_layer_bar(
 
 
 def set_title(figure: Figure, text: str) -> None:
-    """Set the title of the whole figure at its upper left, on as many lines as it needs."""
+    """Set the figure's title at its upper left, broken into as many lines as needed."""
     figure.suptitle(
         _fold_title(text, figure.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold"
     )

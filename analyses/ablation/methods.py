@@ -189,7 +189,7 @@ def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
 
 
 def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
-    """Return SnapKV's configuration with the fewest protected entries in a group; None where there is none."""
+    """Return SnapKV's configuration with the fewest protected entries in a group; None without SnapKV."""
     named = [config for config in group if (config.policy.name, config.selection.name) == BASELINE]
     return min(named, key=lambda config: sum(protection(config) or ()), default=None)
 
@@ -219,7 +219,7 @@ def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
 def _setting(
     trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
 ) -> MethodSetting:
-    """Return the setting of a group of configurations: its methods, or those in `only`, against the baseline."""
+    """Return a group's setting: its methods, or only those named in `only`, compared with the baseline."""
     methods = [
         config for config in _methods(group, baseline) if not only or any(matches(config, name) for name in only)
     ]

@@ -35,7 +35,7 @@ class Fault(Record):
     )
 
     def location(self) -> str:
-        """Return layer, head and step as text, as far as they are known: 'layer 3, head 1'."""
+        """Return layer, head and step as text, without unknown parts: 'layer 3, head 1'."""
         parts = (("layer", self.layer), ("head", self.head), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
@@ -50,7 +50,7 @@ def floors_text(floors: float) -> str:
 
 
 def fault_of_run(run: AuditRun) -> Fault | None:
-    """Return the first difference of a run; None where there is none."""
+    """Return the first difference of a run from its reference; None without a difference."""
     entries = None if run.entries is None else _entry_difference(run.entries)
     decoded = None if run.decoded is None else _decoding_difference(run.decoded)
     first = min(filter(None, (entries, decoded)), key=lambda difference: (difference[2], difference[0]), default=None)

@@ -109,7 +109,7 @@ class BoundTightness(Result):
         return [Line(name, (config, config.cells())) for name, config in self._named()]
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on configurations that are left out, where there are any."""
+        """Return the note on left-out configurations; empty for none."""
         return left_out_note(self.left_out)
 
     def details(self) -> Sequence[Part]:

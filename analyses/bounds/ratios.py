@@ -85,7 +85,7 @@ def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
 
 
 def left_out_note(left_out: Sequence[EvictionConfig]) -> list[str]:
-    """Return the note on configurations that are left out, as a list; empty where there are none."""
+    """Return the note on left-out configurations, as a list; empty for none."""
     labels = ", ".join(config.label() for config in left_out)
     why = "bounds speak of eviction alone, not of few bits or corrected outputs"
     return [f"Left out, as {why}: {labels}."] if left_out else []

@@ -79,7 +79,7 @@ def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[t
 
 
 def above_full_caveat(shares: Iterable[float]) -> list[str]:
-    """Return the caveat on cache shares above 1, as a list; empty where there are none."""
+    """Return the caveat on cache shares above 1, as a list; empty without such shares."""
     above = any(share > 1 for share in shares)
     return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []
 

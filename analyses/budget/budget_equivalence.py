@@ -452,7 +452,7 @@ def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level]
 
 
 def _unknown_reason(equivalent: EquivalentBudget, measured: tuple[float, float]) -> str:
-    """Return the reason why a saving has no number or no interval; empty where it has both."""
+    """Return the reason why a saving lacks its number or interval; empty if it lacks neither."""
     smallest, largest, at = (f"{value:.4g}" for value in (*measured, equivalent.value))
     best = f"the baseline does as well from {at} on, where it is at its best"
     return {

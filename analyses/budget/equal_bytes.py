@@ -189,7 +189,7 @@ def _setting(rows: RowBuilder, base: int) -> Setting:
 
 
 def _counts_bytes(config: EvictionConfig) -> bool:
-    """Return whether a configuration's budget is one of bytes, filled with quantised entries."""
+    """Return whether a configuration's budget is in bytes, which quantised entries fill."""
     return bool(config.precision.options.get("fill"))
 
 
@@ -231,7 +231,7 @@ class EqualBytes(Result):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of all settings, then those that keep everything."""
+        """The rows of all settings, then the rows of configurations that keep all entries."""
         return (*(row for setting in self.settings for row in setting.rows), *self.everything)
 
     def conclusion(self) -> str:
@@ -243,13 +243,13 @@ class EqualBytes(Result):
         return sentence("; ".join([perturbed, *answers]))
 
     def title(self) -> str:
-        """Return the table's title: what is compared, and the full cache's score."""
+        """Return the table's title, with the compared quantities and the full cache's score."""
         full = self.full_score
         scored = "" if full is None else f"; the full cache scores {text.points(full, self.full_score_interval)}"
         return f"one budget of bytes, in entries of 16 bits or more entries of fewer bits{scored}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per configuration, sorted by budget, then those that keep everything."""
+        """Return a line per configuration by budget, then lines of configurations that keep all entries."""
         names = short_names([setting.baseline for setting in self.settings])
         compared = [
             Line(name if index == 0 else "", (row,))

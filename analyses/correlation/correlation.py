@@ -325,7 +325,7 @@ def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
 
 
 def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overall, ...]:
-    """Return all prompts' correlations, and each data set's where there are several."""
+    """Return the correlations of all prompts, then of each data set if there are several."""
     datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
     names = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)
     rows = {"": np.ones(len(names), dtype=bool)}

@@ -119,7 +119,7 @@ def budget_table(settings: Sequence[Setting]) -> Table:
 
 
 def describe_setting(one: Setting) -> str:
-    """Return 'b=0.4: 3 methods, cache share 1.20; 37 of 48 lost'."""
+    """Return a setting's summary: 'b=0.4: 3 methods, cache share 1.20; 37 of 48 lost'."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     return f"b={one.name}: {len(one.configs)} methods, cache share {shares}; {one.lost_count} of {one.answers} lost"
 

@@ -107,7 +107,7 @@ class BudgetCurve(Record):
 
 
 def budget_curve(measured: Measurements, name: str, indices: Sequence[int], distance: str) -> BudgetCurve:
-    """Return the curve through the configurations at some indices. Raises TraceError for what the trace lacks."""
+    """Return the curve through the configurations at `indices`. Raises TraceError for a missing variable."""
     kept = np.array([_kept_share(measured, index) for index in indices])
     rising = np.argsort(kept, kind="stable")
     ordered = [indices[index] for index in rising]
@@ -199,7 +199,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         return [(name, *point) for name, point in zip(names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on cache shares above 1, where there are any."""
+        """Return the note on cache shares above 1; empty without such shares."""
         above = any((curve.cache_shares > 1).any() for curve in self.members)
         return [f"Cache share: {text.ABOVE_FULL}"] if above else []
 

@@ -277,7 +277,7 @@ def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
 
 
 def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> RetrievalCorrelations:
-    """Return the rank correlations of a run's `measures` with its answers. Raises TraceError where it has none."""
+    """Return the rank correlations of a run's `measures` with its answers. Raises TraceError without answers."""
     answered = measured["score_full"] == 1
     outcomes = {name: measured[name][answered] for name in OUTCOMES}
     answered_measures = {name: array[answered] for name, array in by_measure.items()}

@@ -255,7 +255,7 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
 
 
 def partial_configs(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations that only some of the traces hold."""
+    """Return the configurations that some but not all of the traces hold."""
     every = dict.fromkeys(config for trace in traces for config in trace.run.configs)
     return tuple(config for config in every if config not in configs)
 

@@ -73,7 +73,7 @@ def latex(layouts: Sequence[Layout], caption: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Return the text with TeX's special characters escaped, so that nothing in it is a command."""
+    """Return the text with TeX's special characters escaped."""
     return "".join(_SIGNS.get(sign, sign) for sign in in_a_line(text))
 
 
@@ -120,7 +120,7 @@ def _kind_rules(layout: Layout) -> Iterator[str]:
 
 
 def _latex_rows(row: Row) -> Iterator[str]:
-    """Yield the LaTeX rows of a configuration: its scores, and below them their intervals in small type."""
+    """Yield a configuration's LaTeX rows: scores, then their intervals in small type."""
     yield _latex_row(
         [
             escape_latex(row.method),

@@ -191,7 +191,7 @@ def _median_levels(samples: int) -> Floats:
 def of_statistic(
     statistic: Callable[[Floats], Floats], samples: int, kind: StatisticKind, deciding: float | None = None
 ) -> OptionalInterval:
-    """Return the interval of one number: `statistic` gives one value per row of weights. None where there is none."""
+    """Return the interval of a number, or None; `statistic` maps weights (row, sample) to (row,) values."""
     ends = of_statistics(statistic, samples, kind, deciding)
     if ends is None or np.isnan([ends.low, ends.high]).any():
         return None
@@ -327,12 +327,12 @@ class Estimate:
 
 
 def estimate_mean(each: Floats, kind: StatisticKind) -> Estimate:
-    """Return the mean of (prompt,) values; prompts that are NaN are left out."""
+    """Return the mean of (prompt,) values with its interval, ignoring NaN."""
     known = each[~np.isnan(each)]
     return Estimate(float(ratio(known.sum(), len(known))), of_mean(known, kind), len(known))
 
 
 def mean_where_known(values: Sequence[Floats] | Floats, axis: int | tuple[int, ...] = 0) -> Floats:
-    """Return the mean along some axes over the numbers that are not NaN; NaN where all are."""
+    """Return the mean along `axis`, ignoring NaN; NaN if all numbers are NaN."""
     known = ~np.isnan(values)
     return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))

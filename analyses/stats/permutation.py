@@ -73,7 +73,7 @@ class SignFlips(Record):
         return f"{self.above}/{self.below}"
 
     def power_caveat(self) -> list[str]:
-        """Return the note that no head can be significant, where there are too few samples for it."""
+        """Return the note that too few samples make significance impossible, as a list; empty for enough samples."""
         return [] if self.least_tests else [f"No head can be significant: the smallest p is {self.smallest:.2g}."]
 
 

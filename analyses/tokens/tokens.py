@@ -414,7 +414,7 @@ def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[i
 
 
 def _pairs_of_budget(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:
-    """Return the pairs of both sides at a budget; None: at all budgets. Raises TraceError where there is no pair."""
+    """Return the pairs of both sides at `budget`; None: at all budgets. Raises TraceError without a pair."""
     all_pairs = pairs(trace.run, baseline, treatment)
     if budget is None:
         return all_pairs

@@ -116,7 +116,7 @@ class Alpha(Result):
         return sentence(f"{clauses} ({note}){self._kl_clause()}", "α")
 
     def title(self) -> str:
-        """Return what is compared, and the choices that all configurations share."""
+        """Return the table's title: the compared choices of α, and the choices that all configurations share."""
         setting = common(self.sweep.configs, "policy", "selection", "alpha")
         return f"isolated L1 of all heads, {len(self.folds)} folds: {setting}"
 

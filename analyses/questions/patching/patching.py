@@ -113,7 +113,7 @@ class Patching(Result):
         return list(map(str, self.game.players))
 
     def conclusion(self) -> str:
-        """Return the layers or heads that change the outcome most, and the change with all of them switched."""
+        """Return the layers or heads that change the outcome most, and the change with all players switched."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         step = f", step {self.step}" if self.step else ""
         where = f"({plural(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
@@ -134,7 +134,7 @@ class Patching(Result):
         return f"{number}: {treatment} instead of {baseline}, {common(self.identity.configs)}"
 
     def shown_columns(self) -> Sequence[str]:
-        """Return the columns of players, or of mixtures where there are no Shapley values."""
+        """Return the columns of players or, without Shapley values, of mixtures."""
         return _MIXTURES if self.shapley is None else _PLAYERS
 
     def lines(self) -> Sequence[Line]:

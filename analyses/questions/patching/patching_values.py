@@ -58,7 +58,7 @@ class MixtureOutcomes:
             raise ConfigError(msg)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
-        """Return the outcomes in the samples at some indices."""
+        """Return the outcomes restricted to the samples at `indices`."""
         selected = copy.copy(self)
         selected.samples = [self.samples[index] for index in indices]
         return selected
@@ -68,7 +68,7 @@ class MixtureOutcomes:
         return [self.store.rows[name][mixture] for name in self.samples]
 
     def outcome(self, mixture: Mixture, name: str) -> Floats:
-        """Return (sample,) values of an outcome: one of `PER_STEP`, or `score`."""
+        """Return a mixture's outcome, (sample,): a name in `PER_STEP`, or `score`."""
         rows = self.rows(mixture)
         return np.array([row.score if name == "score" else row.values[name][self.step] for row in rows])
 

@@ -101,7 +101,7 @@ class Heads:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
-        """Return the heads in the rows of a search, without those whose best known L is rounding."""
+        """Return the heads in a search's rows, except heads whose best known L is rounding."""
         values = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
         best = np.array([row["best"] for row in rows], dtype=np.float64)
         lossy = best > _ROUNDING * values.max(axis=0, initial=0)
@@ -257,7 +257,7 @@ def _prefix_configs(sets: SearchResults) -> tuple[EvictionConfig, ...]:
 
 
 def _searched_part(sets: SearchResults, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
-    """Return the searches of one kind, on whole prompts or prefixes, at the budget of these configurations."""
+    """Return the searches on whole prompts or on prefixes (`part`), at the budget of `configs`."""
     rows = tuple(
         tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
         for sample in sets.rows

@@ -78,7 +78,7 @@ class Split(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return what makes heads differ, and the effect of the first correction, or else of the only treatment."""
+        """Return the variance share of 1 − S over heads, and the effect of a correction or of the only treatment."""
         note = sample_note(self.identity.samples)
         if not any(spread.heads for spread in self.spreads):
             return sentence(f"no configuration loses anything in any head: nothing goes, or too little ({note})")
@@ -119,7 +119,7 @@ class Split(Result):
         return [*shown, *([_CORRECTIONS_NOTE, text.TIES_NOTE] if self.corrections else [])]
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals, those of shares and medians included."""
+        """Return the note on n and intervals, including those of shares and medians."""
         corrected = bool(self.corrections)
         return text.intervals_note(self.identity.samples, exact=corrected, medians=corrected)
 
@@ -144,7 +144,7 @@ class Split(Result):
         return [FEW if verdict is None else (UNDECIDED, MORE, LESS)[verdict] for verdict in verdicts]
 
     def contests_by_sides(self) -> dict[tuple[str, str], list[Contest]]:
-        """Return (baseline's name, treatment's name) -> the contests of these two sides, one per budget."""
+        """Return (baseline's name, treatment's name) -> contests, one per budget."""
         contests: dict[tuple[str, str], list[Contest]] = {}
         for one in self.contests:
             contests.setdefault(side_names(one.baseline, one.treatment), []).append(one)
@@ -230,7 +230,7 @@ def _contest_text(baseline: str, treatment: str, contests: Sequence[Contest]) ->
 
 
 def _factor_range(ratios: Sequence[float]) -> str:
-    """Return '0.77 × to 0.82 ×', or '0.77 ×' where both ends are printed alike."""
+    """Return the range of ratios as text: '0.77 × to 0.82 ×', or '0.77 ×' if both ends print alike."""
     return " to ".join(dict.fromkeys(factor(end) for end in (min(ratios), max(ratios))))
 
 
@@ -301,7 +301,7 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
 
 
 def _uncorrected(run: RunConfig) -> list[EvictionConfig]:
-    """Return the uncorrected configurations, for which the split is exact. Raises TraceError where there is none."""
+    """Return a run's uncorrected configurations. Raises TraceError for none."""
     alone = [config for config in run.configs if config.only_evicts]
     if not alone:
         msg = (

@@ -69,7 +69,7 @@ def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig
 
 
 def _quote_names(names: Sequence[str]) -> str:
-    """Return the names as a shell takes them: 'a', 'b' or 'c'."""
+    """Return names quoted for a shell: 'a', 'b' or 'c'."""
     *others, last = [f"'{name}'" for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -169,7 +169,7 @@ def split_half(ranks: Floats) -> float:
 
 
 def _split_rho(ranks: Floats, half: NDArray[np.bool_]) -> float:
-    """Return Spearman's ρ between the mean ranks of one half of the samples and of the other half."""
+    """Return Spearman's ρ between the mean ranks of both halves of the samples; `half`: mask of the first half."""
     return float(spearman(ranks[half].mean(axis=0), ranks[~half].mean(axis=0)))
 
 
