@@ -70,7 +70,7 @@ def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
 
 
 def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, label_rows: bool) -> None:
-    """Draw an ingredient per row of one setting; "no group" or "not measured" where it has no ratio."""
+    """Draw an ingredient per row of a setting; without a ratio the row says "no group" or "not measured"."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row for row in result.rows}
     for index, title in enumerate(titles):

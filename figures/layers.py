@@ -34,7 +34,7 @@ _LINES: tuple[Any, Any] = ("--", "-")
 
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw drift after each layer, and the treatment's in per cent of the baseline's; columns for many budgets."""
+    """Draw drift by layer and the treatment's in per cent of the baseline's; many budgets have a column each."""
     with style.use():
         ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
         narrow = width_mm < style.WIDE_MM
@@ -109,7 +109,7 @@ def _draw_budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow:
 
 
 def _share_scales(axes: np.ndarray, count: int) -> None:
-    """Give all panels of drift the same range, and all panels of per cent theirs; `count`: panels of a kind in use."""
+    """Give all drift panels a common y range, and all per-cent panels another; `count`: used panels per kind."""
     for first in (0, 1):
         panels = list(axes[first::2].flat)[:count]
         for panel in panels:
@@ -186,7 +186,7 @@ def _finish(axes: Axes, percent: bool) -> None:
 
 
 def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
-    """Note how many drifts of 0 the log axis does not show."""
+    """Write in the panel how many drifts are 0, which a log axis cannot show."""
     hidden = sum(
         int((side == 0).sum())
         for result in results
@@ -331,7 +331,7 @@ def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
 
 
 def _percent_ticks(low: float, high: float) -> list[float]:
-    """Return ticks at 1, 2.5 and 5 of each power of ten; at 1 to 9 where fewer than two are in range."""
+    """Return ticks between two ends: 1, 2.5 and 5 times powers of ten; 1 to 9 times if fewer than two fit."""
     every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
     inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
     fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
@@ -348,10 +348,10 @@ def _cache_shares_text(result: BudgetCurves) -> str:
 
 
 def _cache_shares_known(result: BudgetCurves) -> bool:
-    """Return whether the trace has cache shares, the only share that compares across granularities."""
+    """Return whether all curves have cache shares; else kept shares are drawn."""
     return not any(np.isnan(curve.cache_shares).any() for curve in result)
 
 
 def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
-    """Return the curve's cache shares (budget,); its kept shares where the trace lacks cache shares."""
+    """Return a curve's x values (budget,): cache shares or, where unknown, kept shares."""
     return curve.cache_shares if _cache_shares_known(result) else curve.kept

@@ -67,7 +67,7 @@ def _draw_losses(axes: Axes, result: Tokens, per_row: int) -> None:
 
 
 def _title(result: Tokens) -> str:
-    """Return sample, head, budget and both sides' names."""
+    """Return the figure's title: sample, head, budget and both sides."""
     first, second = side_names(result.baseline, result.treatment)
     head, budget = result.shown, result.baseline.budget
     return f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
