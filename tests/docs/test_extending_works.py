@@ -113,9 +113,7 @@ def test_the_page_names_lines_that_stand_there_once() -> None:
     assert edited("a\nb\n", "as its last line", None, "d\n") == "a\nb\nd\n"
 
 
-def test_policy_and_selection_are_measured(
-    perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path
-) -> None:
+def test_policy_and_selection_are_measured(perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
     wanted = ["--compare", "attention,recent-half(share=0.5):attention,snapkv:attention-by-age", "--json"]
     said = json.loads(perturbkv("heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
@@ -145,9 +143,7 @@ def test_a_score_of_ones_own_is_measured_under_any_budget_rule(
     assert "tau" in perturbkv("list", "policies", "my_score.py:Peak")
 
 
-def test_a_family_and_a_command_run(
-    perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_family_and_a_command_run(perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny", "seed_oss"), "--dataset", data, "--window", 4, "--budget", 24]
     perturbkv("kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["analyses"]["kept-attention"]
