@@ -13,7 +13,6 @@ import yaml
 from perturbkv.selection.policies import registry
 from tests.support.folders import model_folder
 from tests.support.scripts import perturbkv
-from tests.support.scripts import perturbkv
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
